@@ -1,0 +1,1 @@
+"""jpipe: SPMD pipeline parallelism for JAX."""

@@ -1,0 +1,19 @@
+"""Resumable batches of token windows, and the bigram yardstick for them."""
+
+from jpipe.data.batches import TokenBatches
+from jpipe.data.bigram import bigram_loss
+from jpipe.data.stream import TokenStream
+from jpipe.data.tokens import Tokens, load_tokens
+from jpipe.data.validation import Validation, validation_windows
+from jpipe.data.windows import Batch
+
+__all__ = [
+    "Batch",
+    "TokenBatches",
+    "TokenStream",
+    "Tokens",
+    "Validation",
+    "bigram_loss",
+    "load_tokens",
+    "validation_windows",
+]

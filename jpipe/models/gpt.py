@@ -1,0 +1,156 @@
+"""A GPT in flax.nnx, written as any Flax user would write it: it knows nothing of pipelines.
+
+Radford et al., "Language Models are Unsupervised Multitask Learners", 2019: pre-norm blocks,
+causal self-attention, GELU, learned positions.
+
+Shapes: B examples, S tokens, D width, H heads, K = D / H, V vocabulary, T = B * S. Matrices are
+multiplied as `[T, D] @ [D, E]`: XLA on the CPU is slow at the same product with three dimensions.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of a GPT.
+
+    Attributes:
+        vocab_size: V, number of different tokens.
+        context: the most tokens it sees at once.
+        layers: number of blocks.
+        width: D, features per token.
+        heads: H, attention heads; must divide `width`.
+    """
+
+    vocab_size: int = 256
+    context: int = 128
+    layers: int = 8
+    width: int = 128
+    heads: int = 4
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value < 1:
+                raise ValueError(f"{field.name}={value} must be at least 1")
+        if self.width % self.heads:
+            raise ValueError(
+                f"width={self.width} must be divisible by heads={self.heads}; "
+                f"choose a width of {self.width - self.width % self.heads + self.heads}, for one"
+            )
+
+
+class Embedding(nnx.Module):
+    """Token plus position embedding."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        init = nnx.initializers.normal(0.02)
+        self.token = nnx.Embed(config.vocab_size, config.width, embedding_init=init, rngs=rngs)
+        self.position = nnx.Embed(config.context, config.width, embedding_init=init, rngs=rngs)
+
+    def __call__(self, tokens_BS: jax.Array) -> jax.Array:
+        """Embed int `[B, S]` tokens to float `[B, S, D]`."""
+        return self.token(tokens_BS) + self.position(jnp.arange(tokens_BS.shape[1]))
+
+
+class CausalAttention(nnx.Module):
+    """Multi-head attention in which a token sees itself and what came before."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        width = config.width
+        init = nnx.initializers.normal(0.02)
+        self.heads = config.heads
+        self.qkv = nnx.Linear(width, 3 * width, kernel_init=init, rngs=rngs)
+        self.out = nnx.Linear(width, width, kernel_init=_residual_init(config), rngs=rngs)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """Attend over float `[B, S, D]`."""
+        B, S, D = x_BSD.shape
+        qkv_TE = self.qkv(x_BSD.reshape(B * S, D))
+        q_BHSK, k_BHSK, v_BHSK = qkv_TE.reshape(B, S, 3, self.heads, -1).transpose(2, 0, 3, 1, 4)
+        scores_BHSS = jnp.einsum("bhqk,bhsk->bhqs", q_BHSK, k_BHSK) * (D // self.heads) ** -0.5
+        causal_SS = jnp.tril(jnp.ones((S, S), bool))
+        scores_BHSS = jnp.where(causal_SS, scores_BHSS, jnp.finfo(scores_BHSS.dtype).min)
+        mixed_BHSK = jnp.einsum("bhqs,bhsk->bhqk", jax.nn.softmax(scores_BHSS), v_BHSK)
+        return self.out(mixed_BHSK.transpose(0, 2, 1, 3).reshape(B * S, D)).reshape(B, S, D)
+
+
+class MLP(nnx.Module):
+    """The two-layer perceptron of a block, four times as wide inside."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        width = config.width
+        init = nnx.initializers.normal(0.02)
+        self.up = nnx.Linear(width, 4 * width, kernel_init=init, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, kernel_init=_residual_init(config), rngs=rngs)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """Transform float `[B, S, D]` token by token."""
+        B, S, D = x_BSD.shape
+        return self.down(jax.nn.gelu(self.up(x_BSD.reshape(B * S, D)))).reshape(B, S, D)
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each behind a norm and beside a residual connection."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        self.attention_norm = nnx.LayerNorm(config.width, rngs=rngs)
+        self.attention = CausalAttention(config, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(config.width, rngs=rngs)
+        self.mlp = MLP(config, rngs=rngs)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """Transform float `[B, S, D]`."""
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
+        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+
+
+class Head(nnx.Module):
+    """Final norm and projection to the vocabulary."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.LayerNorm(config.width, rngs=rngs)
+        self.project = nnx.Linear(
+            config.width,
+            config.vocab_size,
+            use_bias=False,
+            kernel_init=nnx.initializers.normal(0.02),
+            rngs=rngs,
+        )
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """Map float `[B, S, D]` to logits `[B, S, V]`."""
+        B, S, D = x_BSD.shape
+        return self.project(self.norm(x_BSD).reshape(B * S, D)).reshape(B, S, -1)
+
+
+class GPT(nnx.Module):
+    """Embedding, blocks and head."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        self.embedding = Embedding(config, rngs=rngs)
+        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
+        self.head = Head(config, rngs=rngs)
+
+    def __call__(self, tokens_BS: jax.Array) -> jax.Array:
+        """Map int `[B, S]` tokens to the logits `[B, S, V]` of each next token."""
+        x_BSD = self.embedding(tokens_BS)
+        for block in self.blocks:
+            x_BSD = block(x_BSD)
+        return self.head(x_BSD)
+
+
+def next_token_loss(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
+    """Mean cross-entropy in nats per token, a float32 scalar."""
+    logits_BSV = logits_BSV.astype(jnp.float32)
+    target_BS = jnp.take_along_axis(logits_BSV, targets_BS[..., None], axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits_BSV, axis=-1) - target_BS)
+
+
+def _residual_init(config: GPTConfig) -> nnx.Initializer:
+    """Smaller weights where a block adds to the residual stream, so that depth does not grow it."""
+    return nnx.initializers.normal(0.02 * (2 * config.layers) ** -0.5)

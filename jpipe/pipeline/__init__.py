@@ -1,0 +1,16 @@
+"""Run a model as a pipeline of stages: loss and gradients, evaluation, prediction."""
+
+from jpipe.pipeline.evaluate import pipeline_evaluate, pipeline_predict
+from jpipe.pipeline.gradients import batch_sharding, param_shardings, pipeline_value_and_grad
+from jpipe.pipeline.stages import Loss, Params, Stages
+
+__all__ = [
+    "Loss",
+    "Params",
+    "Stages",
+    "batch_sharding",
+    "param_shardings",
+    "pipeline_evaluate",
+    "pipeline_predict",
+    "pipeline_value_and_grad",
+]

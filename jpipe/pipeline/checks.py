@@ -1,0 +1,180 @@
+"""Refuse what cannot work, by name, before anything compiles."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jpipe.mesh import DATA, STAGE
+from jpipe.pipeline.stages import Loss, Params, Stages, Tree
+from jpipe.schedule.table import Schedule
+
+
+def check_mesh(mesh: Mesh) -> None:
+    """Refuse a mesh without a `stage` axis, or with axes that a pipeline does not use.
+
+    Raises:
+        ValueError: naming the axes.
+    """
+    unknown = set(mesh.axis_names) - {STAGE, DATA}
+    if STAGE not in mesh.axis_names or unknown:
+        raise ValueError(
+            f"mesh has the axes {mesh.axis_names}; it needs {STAGE!r} and may have {DATA!r}: "
+            "make one with jpipe.mesh.make_mesh"
+        )
+
+
+def check_schedule_fits(schedule: Schedule, mesh: Mesh, num_microbatches: int) -> None:
+    """Refuse a table for another number of stages or microbatches than there are.
+
+    Raises:
+        ValueError: naming both numbers.
+    """
+    if schedule.num_stages != mesh.shape[STAGE]:
+        raise ValueError(
+            f"schedule {schedule.name!r} is for {schedule.num_stages} stages, the mesh has "
+            f"{mesh.shape[STAGE]}; build it with num_stages={mesh.shape[STAGE]}"
+        )
+    if schedule.num_microbatches != num_microbatches:
+        raise ValueError(
+            f"schedule {schedule.name!r} is for {schedule.num_microbatches} microbatches, the data "
+            f"has {num_microbatches}; build it with num_microbatches={num_microbatches}, or give "
+            "the schedule's name to have it built for each batch"
+        )
+
+
+def check_batch(mesh: Mesh, **batch: Tree) -> int:
+    """Refuse arrays that are not cut into the same microbatches.
+
+    Args:
+        mesh: the mesh.
+        **batch: pytrees of arrays by argument name, such as `inputs` and `targets`.
+
+    Returns:
+        M, the number of microbatches.
+
+    Raises:
+        ValueError: if an array has no two leading dims, if two differ in them, or if a microbatch
+            does not divide over the `data` axis; the arrays and shapes are named.
+    """
+    num_data = mesh.shape.get(DATA, 1)
+    first: tuple[str, tuple[int, ...]] | None = None
+    for name, tree in batch.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            label, shape = name + jax.tree_util.keystr(path), tuple(jnp.shape(leaf))
+            if len(shape) < 2 or not shape[0] or not shape[1]:
+                raise ValueError(
+                    f"{label} has shape {shape}; it must be [microbatches, examples of a "
+                    "microbatch, ...] with at least one of each"
+                )
+            if first is None:
+                first = label, shape
+            if shape[:2] != first[1][:2]:
+                raise ValueError(
+                    f"{label} has shape {shape} but {first[0]} has shape {first[1]}; their first "
+                    "two dims, microbatches and examples of a microbatch, must be equal"
+                )
+    if first is None:
+        raise ValueError(f"{' and '.join(batch)} hold no arrays; give at least one")
+    num_microbatches, size = first[1][:2]
+    if size % num_data:
+        raise ValueError(
+            f"{first[0]} has {size} examples a microbatch, which the {num_data} devices of the "
+            f"{DATA!r} axis cannot share equally; make it a multiple of {num_data}"
+        )
+    return num_microbatches
+
+
+def check_params(params: Params, mesh: Mesh) -> None:
+    """Refuse parameters that cannot be trained or laid out over the stages.
+
+    Raises:
+        ValueError: naming the leaf, its shape or dtype, and what fits.
+    """
+    num_stages = mesh.shape[STAGE]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        label = "params" + jax.tree_util.keystr(path)
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(f"{label} has dtype {leaf.dtype}; parameters must be floating-point")
+    blocks: dict[int, str] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params.body):
+        label = "params.body" + jax.tree_util.keystr(path)
+        if not leaf.shape:
+            raise ValueError(f"{label} is a scalar; its first dim must hold the blocks")
+        blocks.setdefault(leaf.shape[0], label)
+    if len(blocks) > 1:
+        described = ", ".join(f"{label} has {n}" for n, label in blocks.items())
+        raise ValueError(f"params.body must stack the same number of blocks: {described}")
+    if not blocks:
+        raise ValueError("params.body holds no arrays; a pipeline needs blocks to cut into stages")
+    check_blocks(next(iter(blocks)), num_stages)
+
+
+def check_blocks(num_blocks: int, num_stages: int) -> None:
+    """Refuse blocks that do not divide over the stages.
+
+    Raises:
+        ValueError: naming both numbers and the numbers of stages that fit.
+    """
+    if num_blocks % num_stages:
+        fitting = [p for p in range(1, num_blocks + 1) if num_blocks % p == 0]
+        less = num_blocks - num_blocks % num_stages
+        more = less + num_stages
+        layers = f"{less} or {more}" if less else f"{more}"
+        raise ValueError(
+            f"{num_blocks} blocks (layers) do not divide over {num_stages} stages; with "
+            f"{num_blocks} use {', '.join(map(str, fitting))} stages, or with {num_stages} stages "
+            f"use {layers} layers"
+        )
+
+
+def check_stages(stages: Stages, params: Params, inputs: Tree, mesh: Mesh) -> None:
+    """Refuse a model whose pieces do not fit each other. Traces, but does not compile.
+
+    Raises:
+        ValueError: naming the stage and both shapes.
+    """
+    num_stages = mesh.shape[STAGE]
+    x = stages.boundary(params.stem, inputs)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"the stem's output{jax.tree_util.keystr(path)} has dtype {leaf.dtype}; what "
+                "travels between stages must be floating-point, since gradients come back for it"
+            )
+    blocks = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((a.shape[0] // num_stages, *a.shape[1:]), a.dtype),
+        params.body,
+    )
+    y = jax.eval_shape(stages.body, blocks, x)
+    if _describe(x) != _describe(y):
+        after = "stage 1" if num_stages > 1 else "the head"
+        raise ValueError(
+            f"the output of stage 0 does not fit the input of {after}: the body makes "
+            f"{_describe(y)} of {_describe(x)}; it must keep structure, shapes and dtypes"
+        )
+
+
+def check_loss(stages: Stages, loss: Loss, params: Params, inputs: Tree, targets: Tree) -> None:
+    """Refuse a loss that is no floating-point scalar. Traces, but does not compile.
+
+    Raises:
+        ValueError: naming what the loss returns.
+    """
+
+    def of_first(head_params: Tree, x: Tree, targets: Tree) -> Tree:
+        return loss(stages.head(head_params, x), jax.tree.map(lambda a: a[0], targets))
+
+    x = stages.boundary(params.stem, inputs)
+    value = jax.eval_shape(of_first, params.head, x, targets)
+    leaves = jax.tree.leaves(value)
+    scalar = len(leaves) == 1 and leaves[0].shape == ()
+    if not scalar or not jnp.issubdtype(leaves[0].dtype, jnp.floating):
+        raise ValueError(
+            f"loss returned {_describe(value)}; it must return one floating-point scalar, the mean "
+            "over the microbatch"
+        )
+
+
+def _describe(tree: Tree) -> str:
+    """Shapes and dtypes of a pytree in one line."""
+    return str(jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", tree))

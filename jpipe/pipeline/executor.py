@@ -1,0 +1,160 @@
+"""Run a training schedule: one scan over its ticks, the same program on every stage.
+
+In a tick a stage runs what its column of the table says, each operation in a conditional of its
+own that takes and returns only what it writes, so that idle ticks cost nothing and XLA has no
+reason to copy the large buffers through branches that do not touch them. The exchange lies outside
+of the stage-dependent conditionals: a collective in a branch that not all its devices take would
+wait for ever.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.pipeline import stash
+from jpipe.pipeline.control import send, when
+from jpipe.pipeline.residuals import SplitGradient, split_gradient
+from jpipe.pipeline.rows import Phase, Row, table_rows
+from jpipe.pipeline.stages import Loss, Params, Stages, Tree
+from jpipe.schedule.slots import assign_slots
+from jpipe.schedule.table import Op, Schedule
+
+
+class Carry(NamedTuple):
+    """What a stage holds between two ticks.
+
+    Attributes:
+        inbox: the activation or gradient that has arrived.
+        outbox: what the last tick made, not yet sent; None with hop 1, where it leaves at once.
+        kept: the stash, what each backward needs of its forward.
+        tops: outputs of the body on the last stage, waiting for the head.
+        grads: sums of gradients so far, at least float32.
+        loss: sum of the losses so far, float32.
+    """
+
+    inbox: Tree
+    outbox: Tree
+    kept: list[jax.Array]
+    tops: Tree
+    grads: Params
+    loss: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Executor:
+    """Runs one schedule of one model; to be used where the `stage` axis is manual.
+
+    Attributes:
+        stages: the model.
+        loss: the loss of a microbatch.
+        schedule: the table.
+        axis: name of the mesh axis of the stages.
+        params: this stage's parameters: `body` holds its own blocks only.
+        inputs: pytree of `[M, microbatch, ...]` arrays.
+        targets: pytree of `[M, microbatch, ...]` arrays.
+    """
+
+    stages: Stages
+    loss: Loss
+    schedule: Schedule
+    axis: str
+    params: Params
+    inputs: Tree
+    targets: Tree
+
+    def run(self) -> tuple[jax.Array, Params]:
+        """Run every tick.
+
+        Returns:
+            The sum over the last stage's microbatches of their losses (0 on other stages) and the
+            gradients of its mean: of `body` for this stage's blocks, of `stem` and `head` where
+            this stage runs them and else 0.
+        """
+        payload = self.stages.boundary(self.params.stem, self.inputs)
+        split = split_gradient(self.stages.body, self.params.body, payload)
+        phases, rows = table_rows(self.schedule, self.axis)
+
+        def group(carry: Carry, rows: Row) -> tuple[Carry, None]:
+            for k, phase in enumerate(phases):
+                row = jax.tree.map(lambda column, k=k: column[k], rows)
+                carry = self._tick(split, carry, row, phase)
+            return carry, None
+
+        carry, _ = jax.lax.scan(group, self._start(split, payload), rows)
+        return carry.loss, carry.grads
+
+    def _start(self, split: SplitGradient, payload: Tree) -> Carry:
+        slots = assign_slots(self.schedule).per_stage
+        nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), payload)
+        return Carry(
+            inbox=nothing,
+            outbox=nothing if self.schedule.hop == 2 else None,
+            kept=stash.empty(int(slots.max()), split.kept),
+            tops=stash.empty(int(slots[-1]), payload),
+            grads=jax.tree.map(
+                lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), self.params
+            ),
+            loss=jnp.zeros((), jnp.float32),
+        )
+
+    def _tick(self, split: SplitGradient, carry: Carry, row: Row, phase: Phase) -> Carry:
+        """Run one row, and send what it made, or with hop 2 what the row before made."""
+        if self.schedule.hop == 1:
+            made, carry = self._operate(split, carry, row, phase.ops)
+            return carry._replace(inbox=send(made, self.schedule, phase, row, self.axis))
+        arrived = send(carry.outbox, self.schedule, phase, row, self.axis)
+        made, carry = self._operate(split, carry, row, phase.ops)
+        return carry._replace(inbox=arrived, outbox=made)
+
+    def _operate(
+        self, split: SplitGradient, carry: Carry, row: Row, ops: frozenset[Op]
+    ) -> tuple[Tree, Carry]:
+        """Run the operation of one row on what has arrived; return what it made."""
+        params, stages = self.params, self.stages
+        stage = jax.lax.axis_index(self.axis)
+        first, last = stage == 0, stage == self.schedule.num_stages - 1
+        forward, backward = row.op == Op.FORWARD, row.op == Op.BACKWARD
+        payload, _, kept, tops, grads, loss = carry
+
+        def run_stem(params: Tree) -> Tree:
+            return stages.stem(params, stash.read(self.inputs, row.microbatch))
+
+        def run_head(params: Tree, y: Tree) -> jax.Array:
+            targets = stash.read(self.targets, row.microbatch)
+            return self.loss(stages.head(params, y), targets).astype(jnp.float32)
+
+        def body(x: Tree, kept: Tree) -> tuple[Tree, Tree]:
+            y, residuals = split.forward(params.body, x)
+            return y, stash.write(kept, row.slot, residuals)
+
+        def head_backward(_: Tree, sums: Tree, total: jax.Array) -> tuple[Tree, Tree, jax.Array]:
+            value, pullback = jax.vjp(run_head, params.head, stash.read(tops, row.slot))
+            dparams, dy = pullback(jnp.float32(1 / self.schedule.num_microbatches))
+            return dy, _add(sums, dparams), total + value
+
+        def body_backward(dy: Tree, sums: Tree) -> tuple[Tree, Tree]:
+            dparams, dx = split.backward(params.body, stash.read(kept, row.slot), dy)
+            return dx, _add(sums, dparams)
+
+        def stem_backward(sums: Tree) -> Tree:
+            (dparams,) = jax.vjp(run_stem, params.stem)[1](payload)
+            return _add(sums, dparams)
+
+        if Op.FORWARD in ops:
+            payload = when(forward & first, lambda _: run_stem(params.stem), payload)
+            payload, kept = when(forward, body, payload, kept)
+            tops = when(forward & last, lambda t: stash.write(t, row.slot, payload), tops)
+        if Op.BACKWARD in ops:
+            payload, head_sums, loss = when(
+                backward & last, head_backward, payload, grads.head, loss
+            )
+            payload, body_sums = when(backward, body_backward, payload, grads.body)
+            stem_sums = when(backward & first, stem_backward, grads.stem)
+            grads = Params(stem_sums, body_sums, head_sums)
+        return payload, carry._replace(kept=kept, tops=tops, grads=grads, loss=loss)
+
+
+def _add(sums: Tree, grads: Tree) -> Tree:
+    return jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, grads)

@@ -1,0 +1,70 @@
+"""Run the model forward only: the losses of batches, or its outputs."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.pipeline import stash
+from jpipe.pipeline.control import send, when
+from jpipe.pipeline.rows import Row, table_rows
+from jpipe.pipeline.stages import Params, Stages, Tree
+from jpipe.schedule.builders import forward_only_schedule
+from jpipe.schedule.table import Op
+
+T = TypeVar("T")
+
+
+def run_forward(
+    stages: Stages,
+    axis: str,
+    num_stages: int,
+    params: Params,
+    inputs: Tree,
+    consume: Callable[[T, Tree, jax.Array], T],
+    start: T,
+) -> T:
+    """Send every microbatch through the pipeline once; to be used where `axis` is manual.
+
+    Args:
+        stages: the model.
+        axis: name of the mesh axis of the stages.
+        num_stages: P.
+        params: this stage's parameters.
+        inputs: pytree of `[M, microbatch, ...]` arrays.
+        consume: `(result so far, outputs of the head, microbatch) -> result`, called for each
+            microbatch in order on the last stage only.
+        start: the result before the first microbatch.
+
+    Returns:
+        The result on the last stage, `start` on the others.
+    """
+    num_microbatches = jax.tree.leaves(inputs)[0].shape[0]
+    schedule = forward_only_schedule(num_stages, num_microbatches)
+    phases, rows = table_rows(schedule, axis)
+    stage = jax.lax.axis_index(axis)
+    payload = stages.boundary(params.stem, inputs)
+
+    def group(carry: tuple[Tree, T], rows: Row) -> tuple[tuple[Tree, T], None]:
+        payload, result = carry
+        for k, phase in enumerate(phases):
+            row: Row = jax.tree.map(lambda column, k=k: column[k], rows)
+            run = row.op == Op.FORWARD
+            payload = when(
+                run & (stage == 0),
+                lambda _, i=row.microbatch: stages.stem(params.stem, stash.read(inputs, i)),
+                payload,
+            )
+            payload = when(run, lambda x: stages.body(params.body, x), payload)
+            result = when(
+                run & (stage == num_stages - 1),
+                lambda r, y=payload, i=row.microbatch: consume(r, stages.head(params.head, y), i),
+                result,
+            )
+            payload = send(payload, schedule, phase, row, axis)
+        return (payload, result), None
+
+    nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), payload)
+    (_, result), _ = jax.lax.scan(group, (nothing, start), rows)
+    return result

@@ -1,0 +1,114 @@
+"""Loss and gradients of a pipelined model."""
+
+from collections.abc import Callable
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jpipe.mesh import DATA, STAGE
+from jpipe.pipeline import checks
+from jpipe.pipeline.executor import Executor
+from jpipe.pipeline.retrace import warn_if_compiled_again
+from jpipe.pipeline.stages import Loss, Params, Stages, Tree
+from jpipe.schedule.check import check_schedule
+from jpipe.schedule.registry import SCHEDULES, make_schedule
+from jpipe.schedule.table import Schedule
+
+PARAM_SPECS = Params(stem=PartitionSpec(), body=PartitionSpec(STAGE), head=PartitionSpec())
+"""How parameters and gradients lie on the mesh: the blocks over `stage`, the rest everywhere."""
+
+
+def batch_spec(mesh: Mesh) -> PartitionSpec:
+    """How `[M, microbatch, ...]` arrays lie on the mesh: each microbatch over `data`."""
+    return PartitionSpec(None, DATA) if DATA in mesh.axis_names else PartitionSpec()
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """The sharding for `[M, microbatch, ...]` arrays of inputs and targets."""
+    return NamedSharding(mesh, batch_spec(mesh))
+
+
+def param_shardings(mesh: Mesh, params: Params) -> Params:
+    """The sharding of each parameter, and of each gradient.
+
+    Args:
+        mesh: the mesh, with a `stage` axis.
+        params: the parameters, or their shapes.
+    """
+    return Params(
+        *(
+            jax.tree.map(lambda _, spec=spec: NamedSharding(mesh, spec), part)
+            for spec, part in zip(PARAM_SPECS, params, strict=True)
+        )
+    )
+
+
+def pipeline_value_and_grad(
+    stages: Stages, loss: Loss, mesh: Mesh, schedule: Schedule | str = "1f1b"
+) -> Callable[[Params, Tree, Tree], tuple[jax.Array, Params]]:
+    """Like `jax.value_and_grad` of the mean loss, by a pipeline over the mesh's `stage` axis.
+
+    Loss and gradients are those of one device that accumulates over the microbatches in order.
+    Sums over microbatches are made in float32 (float64 for float64 parameters), and so are the
+    sums over the `data` axis.
+
+    Args:
+        stages: the model.
+        loss: `(outputs, targets) -> scalar`, the mean loss of a microbatch.
+        mesh: has the axis `stage`, and may have `data`, over which each microbatch is split.
+        schedule: a table, or the name of one of `jpipe.schedule.SCHEDULES`, which is then built
+            for the number of microbatches of each batch.
+
+    Returns:
+        A jitted `(params, inputs, targets) -> (loss, gradients)`. Inputs and targets are pytrees
+        of `[M, microbatch, ...]` arrays. The loss is a float32 scalar, the mean over microbatches;
+        the gradients have the structure and sharding of `params` (see `param_shardings`) and are
+        at least float32. It raises ValueError, before anything compiles, if the data does not fit
+        the mesh or the schedule, or if the pieces of the model do not fit each other.
+
+    Raises:
+        ValueError: if the mesh lacks `stage`, the schedule's name is unknown, or the table is
+            wrong.
+    """
+    checks.check_mesh(mesh)
+    if isinstance(schedule, str):
+        if schedule not in SCHEDULES:
+            raise ValueError(
+                f"schedule={schedule!r} is unknown; choose one of {', '.join(SCHEDULES)}"
+            )
+    else:
+        check_schedule(schedule)
+    num_data = mesh.shape.get(DATA, 1)
+
+    def value_and_grad(params: Params, inputs: Tree, targets: Tree) -> tuple[jax.Array, Params]:
+        params = Params(*params)
+        num_microbatches = checks.check_batch(mesh, inputs=inputs, targets=targets)
+        table = schedule
+        if isinstance(table, str):
+            table = make_schedule(table, mesh.shape[STAGE], num_microbatches)
+        checks.check_schedule_fits(table, mesh, num_microbatches)
+        checks.check_params(params, mesh)
+        checks.check_stages(stages, params, inputs, mesh)
+        checks.check_loss(stages, loss, params, inputs, targets)
+        shapes = tuple((a.shape, str(a.dtype)) for a in jax.tree.leaves((params, inputs, targets)))
+        functions = {"stem": stages.stem, "body": stages.body, "head": stages.head, "loss": loss}
+        warn_if_compiled_again(functions, table.name, mesh, shapes)
+
+        def on_stage(params: Params, inputs: Tree, targets: Tree) -> tuple[jax.Array, Params]:
+            total, grads = Executor(stages, loss, table, STAGE, params, inputs, targets).run()
+            everywhere = (STAGE, DATA) if DATA in mesh.axis_names else (STAGE,)
+            # Only the last stage has a loss and head gradients, only the first stem gradients.
+            total, stem, head = jax.lax.psum((total, grads.stem, grads.head), everywhere)
+            body = jax.lax.psum(grads.body, DATA) if DATA in mesh.axis_names else grads.body
+            grads = jax.tree.map(lambda g: g / num_data, Params(stem, body, head))
+            return total / (num_data * num_microbatches), grads
+
+        return jax.shard_map(
+            on_stage,
+            mesh=mesh,
+            in_specs=(PARAM_SPECS, batch_spec(mesh), batch_spec(mesh)),
+            out_specs=(PartitionSpec(), PARAM_SPECS),
+            check_vma=False,
+        )(params, inputs, targets)
+
+    return jax.jit(value_and_grad)

@@ -1,0 +1,77 @@
+"""The schedule's table as the executor reads it: one stage's column, tick by tick."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpipe.schedule.slots import assign_slots
+from jpipe.schedule.table import Op, Route, Schedule
+
+
+class Row(NamedTuple):
+    """One stage's part of one row of the table; int32 scalars, or arrays of them by tick.
+
+    Attributes:
+        op: a value of `Op`.
+        microbatch: which microbatch; meaningless where the stage idles.
+        slot: where the stage keeps it; meaningless where the stage idles.
+        route: index of the exchange that runs in this tick, the same on every stage.
+    """
+
+    op: jax.Array
+    microbatch: jax.Array
+    slot: jax.Array
+    route: jax.Array
+
+
+class Phase(NamedTuple):
+    """What is the same in every tick at one place of the table's period.
+
+    Attributes:
+        route: the exchange; None if it differs from tick to tick.
+        ops: the kinds of operation that occur on any stage.
+    """
+
+    route: Route | None
+    ops: frozenset[Op]
+
+
+def table_rows(schedule: Schedule, axis: str) -> tuple[list[Phase], Row]:
+    """What is known of a table when the program is compiled, and the rest as arrays.
+
+    Where the routes of the table repeat, its rows come in groups of one period. Where they do not
+    (GPipe), a group is one row, and `Row.route` says which route to take.
+
+    Args:
+        schedule: the table.
+        axis: the mesh axis of the stages; must be manual.
+
+    Returns:
+        A phase for each tick of a period, and this stage's rows, each field int32
+        `[ticks / period, period]`, padded with idle ticks.
+    """
+    # With hop 2 a tick sends what the tick before it made.
+    route = np.roll(schedule.route, schedule.hop - 1)
+    period = len(schedule.routes)
+    repeats = np.array_equal(route, np.resize(route[:period], schedule.num_ticks))
+    period = period if repeats else 1
+    phases = [
+        Phase(
+            route=schedule.routes[route[k]] if repeats else None,
+            ops=frozenset(Op(op) for op in np.unique(schedule.op[k::period])),
+        )
+        for k in range(period)
+    ]
+    stage = jax.lax.axis_index(axis)
+    pad = ((0, -schedule.num_ticks % period), (0, 0))
+
+    def column(cells: np.ndarray) -> jax.Array:
+        cells = np.pad(cells, pad).astype(np.int32)
+        mine = jax.lax.dynamic_index_in_dim(jnp.asarray(cells), stage, 1, keepdims=False)
+        return mine.reshape(-1, period)
+
+    slot = assign_slots(schedule).slot
+    route_of_stage = np.broadcast_to(route[:, None], schedule.op.shape)
+    return phases, Row(*map(column, (schedule.op, schedule.microbatch, slot, route_of_stage)))

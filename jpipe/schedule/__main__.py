@@ -1,0 +1,170 @@
+"""The schedule viewer: `python -m jpipe.schedule --stages 4 --microbatches 8`."""
+
+import argparse
+import io
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from numpy.typing import NDArray
+
+from jpipe.schedule.check import check_schedule
+from jpipe.schedule.draw import draw_text, save_figure
+from jpipe.schedule.registry import SCHEDULES, make_schedule
+from jpipe.schedule.simulate import CostModel, Simulation, simulate_schedule
+from jpipe.schedule.table import Schedule
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Show a schedule, or compare all.
+
+    Args:
+        argv: the arguments; None for those of the process.
+
+    Returns:
+        The exit status: 0, or 2 for bad input, which one message on stderr explains.
+    """
+    try:
+        _run(_parser().parse_args(argv))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises its errors, so that `main` says them all in one way."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; --help shows the arguments")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m jpipe.schedule",
+        description="Check a pipeline schedule, show it, and say what it costs.",
+        allow_abbrev=False,
+    )
+    positive, not_negative = _number(above=True), _number(above=False)
+    parser.add_argument("--stages", type=_count, required=True, metavar="P")
+    parser.add_argument("--microbatches", type=_count, required=True, metavar="M")
+    parser.add_argument(
+        "--schedule",
+        choices=[*SCHEDULES, "all"],
+        default="1f1b",
+        help="default: 1f1b; all compares them in one table",
+    )
+    parser.add_argument(
+        "--forward-cost",
+        type=positive,
+        default=1.0,
+        metavar="TIME",
+        help="time of a forward, in any unit; default: 1",
+    )
+    parser.add_argument(
+        "--backward-cost",
+        type=positive,
+        default=2.0,
+        metavar="TIME",
+        help="time of a backward; default: 2",
+    )
+    parser.add_argument(
+        "--link-cost",
+        type=not_negative,
+        default=0.0,
+        metavar="TIME",
+        help="time of an exchange between neighbours; default: 0",
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="save a figure as .png or .svg, for one schedule"
+    )
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def _number(*, above: bool) -> Callable[[str], float]:
+    """A parser of finite numbers above 0, or from 0 on."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value) or value < 0 or (above and value == 0):
+            bound = "above 0" if above else "of at least 0"
+            raise argparse.ArgumentTypeError(f"{text!r} must be a finite number {bound}")
+        return value
+
+    return parse
+
+
+def _run(args: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    if args.schedule == "all" and args.out is not None:
+        raise ValueError(
+            f"argument --out: {args.out!r} needs one schedule; "
+            f"choose one with --schedule {{{','.join(SCHEDULES)}}}"
+        )
+    costs = CostModel(args.forward_cost, args.backward_cost, args.link_cost)
+    names = list(SCHEDULES) if args.schedule == "all" else [args.schedule]
+    schedules = [make_schedule(name, args.stages, args.microbatches) for name in names]
+    for schedule in schedules:
+        check_schedule(schedule)
+    if args.out is not None:
+        try:
+            save_figure(schedules[0], args.out, costs=costs)
+        except ValueError as error:
+            raise ValueError(f"argument --out: {error}") from error
+        except OSError as error:
+            raise ValueError(
+                f"argument --out: cannot write {args.out!r} ({error.strerror}); "
+                "choose a folder that exists and may be written"
+            ) from error
+    console = Console()
+    if len(schedules) == 1:
+        console.print(draw_text(schedules[0]), no_wrap=True, overflow="crop")
+        console.print()
+    found = [simulate_schedule(schedule, costs) for schedule in schedules]
+    console.print(_summary(schedules, found, args.forward_cost))
+    if args.out is not None:
+        console.print(f"saved {args.out}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _summary(
+    schedules: Sequence[Schedule], found: Sequence[Simulation], forward_cost: float
+) -> "Table":
+    """A table with a column for each schedule; times in forwards."""
+    from rich.table import Table
+
+    table = Table("", *(schedule.name for schedule in schedules))
+    rows: dict[str, Callable[[Schedule, Simulation], str]] = {
+        "ticks": lambda schedule, _: str(schedule.num_ticks),
+        "makespan, in forwards": lambda _, sim: f"{sim.makespan / forward_cost:g}",
+        "bubble": lambda _, sim: f"{sim.bubble:.1%}",
+        "idle by stage, in forwards": lambda _, sim: _by_stage(sim.idle / forward_cost),
+        "microbatches kept at most, by stage": lambda _, sim: _by_stage(sim.peak_kept),
+    }
+    for label, show in rows.items():
+        table.add_row(label, *(show(*pair) for pair in zip(schedules, found, strict=True)))
+    return table
+
+
+def _by_stage(values: NDArray[Any]) -> str:
+    return " ".join(f"{value:g}" for value in values.tolist())
+
+
+if __name__ == "__main__":
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A pipe whose encoding lacks the signs of the picture gets question marks, no traceback.
+        sys.stdout.reconfigure(errors="replace")
+    sys.exit(main())

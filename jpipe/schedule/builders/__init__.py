@@ -1,0 +1,13 @@
+"""One file for each schedule."""
+
+from jpipe.schedule.builders.forward_only import forward_only_schedule
+from jpipe.schedule.builders.gpipe import gpipe_schedule
+from jpipe.schedule.builders.one_f_one_b import one_f_one_b_schedule
+from jpipe.schedule.builders.one_f_one_b_overlap import one_f_one_b_overlap_schedule
+
+__all__ = [
+    "forward_only_schedule",
+    "gpipe_schedule",
+    "one_f_one_b_overlap_schedule",
+    "one_f_one_b_schedule",
+]

@@ -1,0 +1,31 @@
+"""Eight simulated devices for all tests, set before any of them touches JAX."""
+
+import os
+
+import pytest
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+from jpipe.mesh import simulate_devices
+
+simulate_devices(8)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run the tests that take minutes, too")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--slow"):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+@pytest.fixture(autouse=True)
+def _forget_compilations():
+    """Each test counts its own compilations."""
+    from jpipe.pipeline import retrace
+
+    retrace._compiled.clear()

@@ -1,0 +1,47 @@
+"""The one table of parity cases, and the tolerances by dtype."""
+
+import itertools
+
+import jax
+import numpy as np
+
+from jpipe.mesh import make_mesh
+from jpipe.pipeline import batch_sharding, param_shardings, pipeline_value_and_grad
+from jpipe.reference import reference_value_and_grad
+from jpipe.schedule import SCHEDULES
+
+STAGES = (1, 2, 3, 4, 8)
+MICROBATCHES = (1, 2, 3, 4, 5, 8, 16)
+CASES = list(itertools.product(SCHEDULES, STAGES, MICROBATCHES))
+
+# Largest error of a gradient leaf, relative to the leaf's largest value.
+TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2}
+
+
+def pipeline_numbers(problem, schedule, num_stages, num_data=1):
+    """Loss and gradients by the pipeline."""
+    mesh = make_mesh(num_stages, num_data)
+    params = jax.device_put(problem.params, param_shardings(mesh, problem.params))
+    batch = jax.device_put((problem.inputs, problem.targets), batch_sharding(mesh))
+    run = pipeline_value_and_grad(problem.stages, problem.loss, mesh, schedule)
+    return run(params, *batch)
+
+
+def reference_numbers(problem):
+    """Loss and gradients on one device."""
+    run = reference_value_and_grad(problem.stages, problem.loss)
+    return run(problem.params, problem.inputs, problem.targets)
+
+
+def assert_same(actual, expected, tolerance=TOLERANCE["float32"]):
+    """The loss and every gradient leaf agree; errors are relative to the leaf's largest value."""
+    (loss, grads), (expected_loss, expected_grads) = actual, expected
+    assert jax.tree.structure(grads) == jax.tree.structure(expected_grads)
+    leaves = jax.tree_util.tree_leaves_with_path((loss, grads))
+    wanted = jax.tree.leaves((expected_loss, expected_grads))
+    for (path, leaf), want in zip(leaves, wanted, strict=True):
+        assert leaf.shape == want.shape
+        assert leaf.dtype == want.dtype
+        a, b = np.asarray(leaf), np.asarray(want)
+        error = np.abs(a - b).max() / max(np.abs(b).max(), np.finfo(b.dtype).tiny)
+        assert error <= tolerance, f"{jax.tree_util.keystr(path)}: {error:.2e} > {tolerance:.0e}"

@@ -1,0 +1,89 @@
+"""Small models of different kinds, each as stages, parameters and a batch."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.pipeline import Params, Stages
+
+
+class Problem(NamedTuple):
+    stages: Stages
+    loss: Callable
+    params: Params
+    inputs: object
+    targets: object
+
+
+def stack(block, remat=False):
+    """A body that applies one block after the other."""
+
+    def body(blocks, x):
+        for k in range(jax.tree.leaves(blocks)[0].shape[0]):
+            x = block(jax.tree.map(lambda a, k=k: a[k], blocks), x)
+        return x
+
+    return jax.checkpoint(body, prevent_cse=False) if remat else body
+
+
+def normal(key, *shape, dtype=jnp.float32):
+    return (
+        jax.random.normal(key, shape) * shape[-2] ** -0.5
+        if len(shape) > 1
+        else jax.random.normal(key, shape)
+    ).astype(dtype)
+
+
+def mlp(num_blocks, num_microbatches, *, size=4, width=8, remat=False, seed=0, dtype=jnp.float32):
+    """Residual tanh layers between two linear maps, mean squared error."""
+    keys = jax.random.split(jax.random.key(seed), 6)
+    params = Params(
+        stem={"w": normal(keys[0], 5, width, dtype=dtype)},
+        body={
+            "w": normal(keys[1], num_blocks, width, width, dtype=dtype),
+            "b": jnp.zeros((num_blocks, width), dtype),
+        },
+        head={"w": normal(keys[2], width, 3, dtype=dtype), "b": normal(keys[3], 3, dtype=dtype)},
+    )
+    stages = Stages(
+        stem=lambda p, x: x.astype(dtype) @ p["w"],
+        body=stack(lambda p, x: x + jnp.tanh(x @ p["w"] + p["b"]), remat),
+        head=lambda p, x: x @ p["w"] + p["b"],
+    )
+    inputs = jax.random.normal(keys[4], (num_microbatches, size, 5))
+    targets = jax.random.normal(keys[5], (num_microbatches, size, 3))
+    return Problem(stages, lambda y, t: jnp.mean((y - t) ** 2), params, inputs, targets)
+
+
+def two_streams(num_blocks, num_microbatches, *, size=4, narrow=jnp.float32):
+    """The boundary is a pytree of two arrays of different shape (and dtype); so is the batch."""
+    keys = jax.random.split(jax.random.key(1), 6)
+    params = Params(
+        stem=(normal(keys[0], 5, 8), normal(keys[1], 5, 2)),
+        body={"a": normal(keys[2], num_blocks, 8, 8), "c": normal(keys[3], num_blocks, 2, 8)},
+        head=normal(keys[4], 8, 1),
+    )
+
+    def block(p, x):
+        wide = x["wide"] + jax.nn.gelu(x["wide"] @ p["a"]) * jnp.exp(
+            -jax.nn.relu(x["narrow"].astype(jnp.float32) @ p["c"])
+        )
+        return {"wide": wide, "narrow": jnp.sin(x["narrow"])}
+
+    stages = Stages(
+        stem=lambda p, i: {"wide": i["x"] @ p[0], "narrow": (i["x"] @ p[1]).astype(narrow)},
+        body=stack(block),
+        head=lambda p, x: (x["wide"] @ p)[..., 0],
+    )
+    x = jax.random.normal(keys[5], (num_microbatches, size, 5))
+    inputs = {"x": x}
+    targets = {"y": jnp.sin(x.sum(-1)), "scale": jnp.ones((num_microbatches, size))}
+    return Problem(
+        stages,
+        lambda y, t: jnp.mean(t["scale"] * jnp.abs(y - t["y"]) ** 1.5),
+        params,
+        inputs,
+        targets,
+    )
