@@ -1,5 +1,6 @@
 """Run a model as a pipeline of stages: loss and gradients, evaluation, prediction."""
 
+from jpipe.pipeline.blocks import Recompute, repeat_block
 from jpipe.pipeline.evaluate import pipeline_evaluate, pipeline_predict
 from jpipe.pipeline.gradients import batch_sharding, param_shardings, pipeline_value_and_grad
 from jpipe.pipeline.stages import Loss, Params, Stages
@@ -7,10 +8,12 @@ from jpipe.pipeline.stages import Loss, Params, Stages
 __all__ = [
     "Loss",
     "Params",
+    "Recompute",
     "Stages",
     "batch_sharding",
     "param_shardings",
     "pipeline_evaluate",
     "pipeline_predict",
     "pipeline_value_and_grad",
+    "repeat_block",
 ]

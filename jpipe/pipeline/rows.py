@@ -1,10 +1,11 @@
 """The schedule's table as the executor reads it: one stage's column, tick by tick."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from jpipe.schedule.slots import assign_slots
 from jpipe.schedule.table import Op, Route, Schedule
@@ -67,11 +68,12 @@ def table_rows(schedule: Schedule, axis: str) -> tuple[list[Phase], Row]:
     stage = jax.lax.axis_index(axis)
     pad = ((0, -schedule.num_ticks % period), (0, 0))
 
-    def column(cells: np.ndarray) -> jax.Array:
+    def column(cells: NDArray[Any]) -> jax.Array:
         cells = np.pad(cells, pad).astype(np.int32)
         mine = jax.lax.dynamic_index_in_dim(jnp.asarray(cells), stage, 1, keepdims=False)
         return mine.reshape(-1, period)
 
     slot = assign_slots(schedule).slot
     route_of_stage = np.broadcast_to(route[:, None], schedule.op.shape)
-    return phases, Row(*map(column, (schedule.op, schedule.microbatch, slot, route_of_stage)))
+    columns = (schedule.op, schedule.microbatch, slot, route_of_stage)
+    return phases, Row(*(column(cells) for cells in columns))

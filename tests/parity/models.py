@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jpipe.pipeline import Params, Stages
+from jpipe.pipeline import Params, Stages, repeat_block
 
 
 class Problem(NamedTuple):
@@ -17,17 +17,6 @@ class Problem(NamedTuple):
     targets: object
 
 
-def stack(block, remat=False):
-    """A body that applies one block after the other."""
-
-    def body(blocks, x):
-        for k in range(jax.tree.leaves(blocks)[0].shape[0]):
-            x = block(jax.tree.map(lambda a, k=k: a[k], blocks), x)
-        return x
-
-    return jax.checkpoint(body, prevent_cse=False) if remat else body
-
-
 def normal(key, *shape, dtype=jnp.float32):
     return (
         jax.random.normal(key, shape) * shape[-2] ** -0.5
@@ -36,7 +25,7 @@ def normal(key, *shape, dtype=jnp.float32):
     ).astype(dtype)
 
 
-def mlp(num_blocks, num_microbatches, *, size=4, width=8, remat=False, seed=0, dtype=jnp.float32):
+def mlp(num_blocks, num_microbatches, *, size=4, width=8, recompute="none", seed=0, dtype=jnp.float32):
     """Residual tanh layers between two linear maps, mean squared error."""
     keys = jax.random.split(jax.random.key(seed), 6)
     params = Params(
@@ -49,7 +38,7 @@ def mlp(num_blocks, num_microbatches, *, size=4, width=8, remat=False, seed=0, d
     )
     stages = Stages(
         stem=lambda p, x: x.astype(dtype) @ p["w"],
-        body=stack(lambda p, x: x + jnp.tanh(x @ p["w"] + p["b"]), remat),
+        body=repeat_block(lambda p, x: x + jnp.tanh(x @ p["w"] + p["b"]), recompute),
         head=lambda p, x: x @ p["w"] + p["b"],
     )
     inputs = jax.random.normal(keys[4], (num_microbatches, size, 5))
@@ -74,7 +63,7 @@ def two_streams(num_blocks, num_microbatches, *, size=4, narrow=jnp.float32):
 
     stages = Stages(
         stem=lambda p, i: {"wide": i["x"] @ p[0], "narrow": (i["x"] @ p[1]).astype(narrow)},
-        body=stack(block),
+        body=repeat_block(block),
         head=lambda p, x: (x["wide"] @ p)[..., 0],
     )
     x = jax.random.normal(keys[5], (num_microbatches, size, 5))

@@ -25,9 +25,9 @@ def test_equals_one_device(schedule, num_stages, num_microbatches):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("remat", [False, True])
-def test_several_blocks_a_stage(schedule, remat):
-    problem = models.mlp(6, 4, remat=remat)
+@pytest.mark.parametrize("recompute", ["none", "block", "stage"])
+def test_several_blocks_a_stage(schedule, recompute):
+    problem = models.mlp(6, 4, recompute=recompute)
     assert_same(pipeline_numbers(problem, schedule, 2), mlp_reference(6, 4))
 
 

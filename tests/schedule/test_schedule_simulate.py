@@ -75,6 +75,15 @@ def test_hop_2_by_hand():
     assert found.makespan == 8
 
 
+def test_hop_2_exchanges_in_the_tick_after_the_one_that_made_it():
+    overlap = make_schedule("1f1b-overlap", 2, 4)
+    only_up = dataclasses.replace(overlap, routes=(overlap.routes[0], ()))
+    wait = simulate_schedule(only_up, CostModel(1.0, 2.0, 5.0)).wait
+    # What even ticks made travels in odd ones.
+    assert (wait[1::2] > 0).all()
+    assert (wait[0::2] == 0).all()
+
+
 def test_a_stage_with_two_partners_waits_for_both():
     schedule = forward_only_schedule(3, 1)
     found = simulate_schedule(schedule, CostModel((5.0, 1.0, 1.0), 1.0, 0.5))

@@ -1,0 +1,139 @@
+"""One training step: the pipeline's gradients and an optax update, in one compiled program."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jpipe.pipeline import (
+    Loss,
+    Params,
+    Stages,
+    batch_sharding,
+    param_shardings,
+    pipeline_value_and_grad,
+)
+from jpipe.schedule import Schedule
+
+Tree = Any
+
+
+class TrainState(NamedTuple):
+    """What a step changes.
+
+    Attributes:
+        step: int32 scalar, optimizer updates made so far.
+        params: the parameters.
+        opt_state: the optimizer's state.
+    """
+
+    step: jax.Array
+    params: Params
+    opt_state: optax.OptState
+
+
+class Metrics(NamedTuple):
+    """What a step reports, float32 scalars.
+
+    Attributes:
+        loss: mean loss of the batch, before the update.
+        grad_norm: global norm of the gradients, before the optimizer clips them.
+    """
+
+    loss: jax.Array
+    grad_norm: jax.Array
+
+
+def state_shardings(
+    params: Params, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainState:
+    """How a training state lies on the mesh: what belongs to a parameter lies where it does.
+
+    Args:
+        params: the parameters, or their shapes and dtypes.
+        optimizer: an optax optimizer.
+        mesh: the mesh, with a `stage` axis.
+
+    Returns:
+        A `TrainState` of shardings.
+    """
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    of_params = param_shardings(mesh, params)
+    opt_state = optax.tree.map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        jax.eval_shape(optimizer.init, params),
+        of_params,
+        transform_non_params=lambda _: everywhere,
+    )
+    return TrainState(everywhere, of_params, opt_state)
+
+
+def init_train_state(
+    init: Callable[[], Params], optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainState:
+    """A fresh training state, made where it lies: no device ever holds all of it.
+
+    Args:
+        init: makes the parameters; traced.
+        optimizer: an optax optimizer.
+        mesh: the mesh, with a `stage` axis.
+    """
+
+    def make() -> TrainState:
+        params = init()
+        state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+        return _lay_out(state, optimizer, mesh)
+
+    state: TrainState = jax.jit(make)()
+    return state
+
+
+def _lay_out(
+    state: TrainState, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainState:
+    shardings = state_shardings(state.params, optimizer, mesh)
+    return jax.lax.with_sharding_constraint(state, shardings)
+
+
+def make_train_step(
+    stages: Stages,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    schedule: Schedule | str = "1f1b",
+) -> Callable[[TrainState, Tree, Tree], tuple[TrainState, Metrics]]:
+    """A training step by a pipeline.
+
+    The optimizer sees the gradients of all stages at once, each once: a norm over all of them is
+    the norm of the whole model's gradient, whatever the mesh.
+
+    Args:
+        stages: the model.
+        loss: `(outputs, targets) -> scalar`, the mean loss of a microbatch.
+        optimizer: an optax optimizer.
+        mesh: has the axis `stage`, and may have `data`.
+        schedule: a table or the name of one, as for `pipeline_value_and_grad`.
+
+    Returns:
+        A jitted `(state, inputs, targets) -> (state, metrics)`; inputs and targets are pytrees of
+        `[M, microbatch, ...]` arrays. The state passed in is donated: its buffers become those of
+        the state that comes back.
+
+    Raises:
+        ValueError: as `pipeline_value_and_grad`.
+    """
+    value_and_grad = pipeline_value_and_grad(stages, loss, mesh, schedule)
+
+    def train_step(state: TrainState, inputs: Tree, targets: Tree) -> tuple[TrainState, Metrics]:
+        value, grads = value_and_grad(state.params, inputs, targets)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        new = TrainState(state.step + 1, params, opt_state)
+        return _lay_out(new, optimizer, mesh), Metrics(value, optax.tree.norm(grads))
+
+    batch = batch_sharding(mesh)
+    return jax.jit(train_step, donate_argnums=0, in_shardings=(None, batch, batch))
