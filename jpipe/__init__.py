@@ -1,1 +1,3 @@
 """jpipe: SPMD pipeline parallelism for JAX."""
+
+__version__ = "0.1.0"

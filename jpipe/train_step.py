@@ -16,6 +16,7 @@ from jpipe.pipeline import (
     param_shardings,
     pipeline_value_and_grad,
 )
+from jpipe.reference import reference_value_and_grad
 from jpipe.schedule import Schedule
 
 Tree = Any
@@ -82,19 +83,36 @@ def init_train_state(
         optimizer: an optax optimizer.
         mesh: the mesh, with a `stage` axis.
     """
-
-    def make() -> TrainState:
-        params = init()
-        state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
-        return _lay_out(state, optimizer, mesh)
-
-    state: TrainState = jax.jit(make)()
+    state: TrainState = jax.jit(lambda: _lay_out(_fresh(init, optimizer), optimizer, mesh))()
     return state
 
 
-def _lay_out(
-    state: TrainState, optimizer: optax.GradientTransformation, mesh: Mesh
+def abstract_train_state(
+    init: Callable[[], Params], optimizer: optax.GradientTransformation, mesh: Mesh | None = None
 ) -> TrainState:
+    """Shapes, dtypes and places of a fresh training state, to compile a step without one.
+
+    Args:
+        init: makes the parameters; traced.
+        optimizer: an optax optimizer.
+        mesh: the mesh, with a `stage` axis; None for one device.
+    """
+    state: TrainState = jax.eval_shape(lambda: _fresh(init, optimizer))
+    if mesh is None:
+        return state
+
+    def place(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(place, state, state_shardings(state.params, optimizer, mesh))
+
+
+def _fresh(init: Callable[[], Params], optimizer: optax.GradientTransformation) -> TrainState:
+    params = init()
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+
+def _lay_out(state: TrainState, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     shardings = state_shardings(state.params, optimizer, mesh)
     return jax.lax.with_sharding_constraint(state, shardings)
 
@@ -129,11 +147,33 @@ def make_train_step(
     value_and_grad = pipeline_value_and_grad(stages, loss, mesh, schedule)
 
     def train_step(state: TrainState, inputs: Tree, targets: Tree) -> tuple[TrainState, Metrics]:
-        value, grads = value_and_grad(state.params, inputs, targets)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        new = TrainState(state.step + 1, params, opt_state)
-        return _lay_out(new, optimizer, mesh), Metrics(value, optax.tree.norm(grads))
+        new, metrics = _update(value_and_grad, optimizer, state, inputs, targets)
+        return _lay_out(new, optimizer, mesh), metrics
 
     batch = batch_sharding(mesh)
     return jax.jit(train_step, donate_argnums=0, in_shardings=(None, batch, batch))
+
+
+def make_reference_step(
+    stages: Stages, loss: Loss, optimizer: optax.GradientTransformation
+) -> Callable[[TrainState, Tree, Tree], tuple[TrainState, Metrics]]:
+    """The same step on one device, without a pipeline; takes and returns what a step does."""
+    value_and_grad = reference_value_and_grad(stages, loss)
+
+    def train_step(state: TrainState, inputs: Tree, targets: Tree) -> tuple[TrainState, Metrics]:
+        return _update(value_and_grad, optimizer, state, inputs, targets)
+
+    return jax.jit(train_step, donate_argnums=0)
+
+
+def _update(
+    value_and_grad: Callable[[Params, Tree, Tree], tuple[jax.Array, Params]],
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    inputs: Tree,
+    targets: Tree,
+) -> tuple[TrainState, Metrics]:
+    value, grads = value_and_grad(state.params, inputs, targets)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    return TrainState(state.step + 1, params, opt_state), Metrics(value, optax.tree.norm(grads))

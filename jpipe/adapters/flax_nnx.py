@@ -42,9 +42,7 @@ class NnxPipeline:
         """
         stem, body, head = self.names
         arrays = jax.tree.map(np.asarray, Params(*params))
-        blocks = {
-            k: jax.tree.map(lambda a, k=k: a[k], arrays.body) for k in range(self.num_blocks)
-        }
+        blocks = {k: jax.tree.map(lambda a, k=k: a[k], arrays.body) for k in range(self.num_blocks)}
         return {stem: arrays.stem, body: blocks, head: arrays.head}
 
     def from_plain(self, plain: dict[str, Tree]) -> Params:

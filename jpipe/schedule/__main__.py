@@ -2,13 +2,13 @@
 
 import argparse
 import io
-import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
+from jpipe.cli import Parser, number, refuse, whole_number
 from jpipe.schedule.check import check_schedule
 from jpipe.schedule.draw import draw_text, save_figure
 from jpipe.schedule.registry import SCHEDULES, make_schedule
@@ -31,27 +31,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _run(_parser().parse_args(argv))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises its errors, so that `main` says them all in one way."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; --help shows the arguments")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m jpipe.schedule",
         description="Check a pipeline schedule, show it, and say what it costs.",
         allow_abbrev=False,
     )
-    positive, not_negative = _number(above=True), _number(above=False)
-    parser.add_argument("--stages", type=_count, required=True, metavar="P")
-    parser.add_argument("--microbatches", type=_count, required=True, metavar="M")
+    positive, not_negative = number(above=True), number(above=False)
+    parser.add_argument("--stages", type=whole_number(1), required=True, metavar="P")
+    parser.add_argument("--microbatches", type=whole_number(1), required=True, metavar="M")
     parser.add_argument(
         "--schedule",
         choices=[*SCHEDULES, "all"],
@@ -83,28 +75,6 @@ def _parser() -> argparse.ArgumentParser:
         "--out", metavar="FILE", help="save a figure as .png or .svg, for one schedule"
     )
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)
-
-
-def _number(*, above: bool) -> Callable[[str], float]:
-    """A parser of finite numbers above 0, or from 0 on."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not math.isfinite(value) or value < 0 or (above and value == 0):
-            bound = "above 0" if above else "of at least 0"
-            raise argparse.ArgumentTypeError(f"{text!r} must be a finite number {bound}")
-        return value
-
-    return parse
 
 
 def _run(args: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jpipe.files import write_atomically
 from jpipe.schedule.phases import Phase, find_phases, find_pipeline_phases
 from jpipe.schedule.simulate import CostModel, Simulation, simulate_schedule
 from jpipe.schedule.table import Op, Schedule
@@ -156,12 +157,7 @@ def save_figure(
         raise ValueError(f"path={str(path)!r} must end in {' or '.join(_SUFFIXES)}")
     costs = costs or CostModel()
     image = _render(schedule, costs, path.suffix.lower()[1:])
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_bytes(image)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_atomically(path, image)
 
 
 def _render(schedule: Schedule, costs: CostModel, image_format: str) -> bytes:

@@ -18,8 +18,15 @@ _CALLED = re.compile(
 )
 _BITS = {"pred": 8, "bf16": 16}
 COLLECTIVES = frozenset(
-    "all-gather all-reduce all-to-all collective-broadcast collective-permute ragged-all-to-all "
-    "reduce-scatter".split()
+    {
+        "all-gather",
+        "all-reduce",
+        "all-to-all",
+        "collective-broadcast",
+        "collective-permute",
+        "ragged-all-to-all",
+        "reduce-scatter",
+    }
 )
 
 

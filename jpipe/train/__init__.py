@@ -1,0 +1,1 @@
+"""The command that trains a model: options, devices, the run and what it leaves."""

@@ -1,0 +1,38 @@
+"""The main command: `python -m jpipe.train --mesh 4`."""
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from jpipe.cli import refuse
+from jpipe.train.cache import enable_compilation_cache
+from jpipe.train.options import parse_options
+from jpipe.train.run import INTERRUPTED, Run
+from jpipe.train.setup import prepare
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train a model by pipeline parallelism.
+
+    Args:
+        argv: the arguments; None for those of the process.
+
+    Returns:
+        The exit status: 0; 1 if the loss was not finite; 2 for bad input, which one message on
+        stderr explains; 130 if Ctrl-C ended the run early.
+    """
+    try:
+        setup = prepare(parse_options(argv))
+    except ValueError as error:
+        return refuse(error)
+    enable_compilation_cache()
+    try:
+        return Run(setup, Console()).execute()
+    except KeyboardInterrupt:
+        print("interrupted at once; the run folder keeps what came before", file=sys.stderr)
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Which devices a run uses: accelerators if there are enough, else simulated ones."""
+
+import os
+from typing import NamedTuple
+
+import jax
+
+from jpipe.mesh import simulate_devices
+
+
+class Devices(NamedTuple):
+    """Devices for a run.
+
+    Attributes:
+        devices: as many as were asked for.
+        description: what they are, in one line.
+    """
+
+    devices: list[jax.Device]
+    description: str
+
+
+def choose_devices(count: int, platform: str) -> Devices:
+    """Find devices, before anything else touches JAX's backends.
+
+    Args:
+        count: how many.
+        platform: `auto`, `cpu`, `gpu` or `tpu`.
+
+    Raises:
+        ValueError: if there are fewer than asked for.
+    """
+    simulate_devices(count)
+    if platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    found = _devices_of("cpu" if platform == "cpu" else None if platform == "auto" else platform)
+    kind = found[0].platform if found else platform
+    if kind != "cpu" and len(found) >= count:
+        return Devices(found[:count], f"{count} x {found[0].device_kind} ({kind})")
+    if platform in ("gpu", "tpu"):
+        raise ValueError(
+            f"platform={platform!r}: the mesh needs {count} devices, there are {len(found)}; "
+            f"use a smaller --mesh, or --platform cpu to simulate the devices"
+        )
+    simulated = _devices_of("cpu")
+    if len(simulated) < count:
+        raise ValueError(
+            f"the mesh needs {count} devices, the CPU backend shows {len(simulated)} "
+            f"(XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r}); raise "
+            f"--xla_force_host_platform_device_count there to {count} or take it out"
+        )
+    jax.config.update("jax_default_device", simulated[0])
+    have = f"; there is only {len(found)} x {found[0].device_kind}" if kind != "cpu" else ""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return Devices(
+        simulated[:count],
+        f"{count} {'device' if count == 1 else 'devices'} simulated on the CPU, "
+        f"which has {cores} cores{have}",
+    )
+
+
+def _devices_of(platform: str | None) -> list[jax.Device]:
+    try:
+        return list(jax.devices(platform))
+    except RuntimeError:  # JAX's way to say that there is no such platform
+        return []

@@ -1,0 +1,85 @@
+"""What the user sees of a run."""
+
+import math
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+import jpipe
+from jpipe.memory import Memory, format_bytes
+from jpipe.mesh import DATA, STAGE
+from jpipe.schedule import CostModel, draw_text, simulate_schedule
+from jpipe.train.setup import Setup
+
+
+def print_header(console: Console, setup: Setup, memory: Memory, memory_alone: Memory) -> None:
+    """Print what the run is, what it needs, and its schedule.
+
+    Args:
+        console: where to.
+        setup: the run.
+        memory: bytes per device of the pipeline's step.
+        memory_alone: bytes of the same step on one device.
+    """
+    options, config = setup.options, setup.config
+    size = options.batch_size // options.microbatches
+    bubble = simulate_schedule(setup.schedule, CostModel()).bubble
+    facts = {
+        "jpipe": f"{jpipe.__version__}, JAX {jax.__version__}",
+        "model": f"{options.model}: {setup.num_params / 1e6:.2f} million parameters, "
+        f"{config.layers} layers, width {config.width}, {config.heads} heads, "
+        f"context {config.context}, vocabulary {config.vocab_size}",
+        "data": setup.tokens.description,
+        "devices": setup.devices.description,
+        "mesh": f"{setup.mesh.shape[STAGE]} stages x {setup.mesh.shape[DATA]} data",
+        "batch": f"{options.batch_size} examples = {options.microbatches} microbatches of {size}; "
+        f"{options.batch_size * options.context:,} tokens a step, {options.steps} steps",
+        "schedule": f"{options.schedule}: bubble {bubble:.1%} of the time, if a backward takes "
+        f"two forwards; recompute {options.recompute}",
+        "memory": describe_memory(memory, memory_alone),
+        "run folder": str(setup.folder.path),
+    }
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, fact in facts.items():
+        table.add_row(name, fact)
+    console.print(table, highlight=False)
+    console.print()
+    picture = draw_text(setup.schedule, width=console.width)
+    console.print(picture, no_wrap=True, overflow="crop")
+    console.print()
+
+
+def describe_memory(pipelined: Memory, alone: Memory) -> str:
+    """Bytes per device of the pipeline, beside the one device that would do it alone."""
+
+    def parts(memory: Memory) -> str:
+        return (
+            f"{format_bytes(memory.total)} ({format_bytes(memory.state)} state, "
+            f"{format_bytes(memory.temporary)} temporary)"
+        )
+
+    return f"{parts(pipelined)} a device; one device alone {parts(alone)}"
+
+
+def describe_loss(nats: float, unit: str) -> str:
+    """A loss in nats and bits."""
+    return f"{nats:.3f} nats = {nats / math.log(2):.3f} bits per {unit}"
+
+
+def make_progress(console: Console) -> Progress:
+    """The progress bar; silent where output is no terminal."""
+    return Progress(
+        TextColumn("step {task.completed}/{task.total}"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[status]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        refresh_per_second=4,
+    )

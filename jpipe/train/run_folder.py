@@ -1,0 +1,54 @@
+"""The folder a run writes to. Nothing in it is ever half-written."""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from jpipe.files import write_atomically
+
+_METRICS = "metrics.jsonl"
+
+
+class RunFolder:
+    """A folder with config.json, metrics.jsonl and whatever else a run leaves.
+
+    Args:
+        path: the folder; None for a new one below `runs/`.
+        name: what a new folder's name begins with.
+        config: content of config.json, which is written at once.
+
+    Raises:
+        ValueError: if it cannot be written, or holds the metrics of another run.
+    """
+
+    def __init__(self, path: str | None, name: str, config: Mapping[str, Any]) -> None:
+        self.path = Path(path or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        self._metrics: IO[str] | None = None
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if (self.path / _METRICS).exists():
+                raise ValueError(
+                    f"--out {self.path} already holds a run; choose another folder or remove it"
+                )
+            self.write_json("config.json", config)
+        except OSError as error:
+            raise ValueError(
+                f"--out {self.path} cannot be written ({error.strerror}); choose a folder that can"
+            ) from error
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file as a whole: it is there with all its content, or as it was before."""
+        write_atomically(self.path / name, content)
+
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write a JSON file as a whole."""
+        self.write(name, (json.dumps(content, indent=2) + "\n").encode())
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Add one line to metrics.jsonl; it has left the process when this returns."""
+        if self._metrics is None:
+            self._metrics = (self.path / _METRICS).open("x", encoding="utf-8")
+        self._metrics.write(json.dumps(metrics, allow_nan=False) + "\n")
+        self._metrics.flush()

@@ -1,0 +1,218 @@
+"""What XLA makes of a pipelined GPT: which exchanges, branches, copies and buffers there are."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from parity import models
+from pipeline import hlo
+
+from jpipe.mesh import make_mesh
+from jpipe.models import GPT, GPTConfig, next_token_loss
+from jpipe.pipeline import Params, Stages, pipeline_value_and_grad, repeat_block
+from jpipe.pipeline.residuals import split_gradient
+from jpipe.schedule import SCHEDULES, assign_slots, make_schedule
+
+STAGES, SIZE, CONTEXT, WIDTH = 4, 3, 10, 24
+CONFIG = GPTConfig(vocab_size=19, context=CONTEXT, layers=2 * STAGES, width=WIDTH, heads=2)
+ONE_F_ONE_B = ("1f1b", "1f1b-overlap")
+UP = {(s, s + 1) for s in range(STAGES - 1)}
+DOWN = {(t, s) for s, t in UP}
+# The routes of one period, for each schedule in no order.
+ROUTES = {
+    "gpipe": [UP, DOWN],
+    "1f1b": [{(0, 1), (1, 0), (2, 3), (3, 2)}, {(1, 2), (2, 1)}],
+    "1f1b-overlap": [UP, DOWN],
+}
+PASSES_ON = {"parameter", "get-tuple-element", "tuple", "bitcast", "conditional"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    program: hlo.Program
+    temp_bytes: int
+    kept: list  # what one microbatch leaves in the stash
+    stash_shapes: set
+    sum_shapes: set
+
+    @property
+    def kept_bytes(self):
+        return sum(k.size * k.dtype.itemsize for k in self.kept)
+
+    def in_loop(self, **options):
+        return list(self.program.within(self.program.loop_body, **options))
+
+
+def gpt(recompute):
+    model = GPT(CONFIG, rngs=nnx.Rngs(0))
+    stem_graph, stem = nnx.split(model.embedding)
+    head_graph, head = nnx.split(model.head)
+    blocks = [nnx.split(block) for block in model.blocks]
+    stages = Stages(
+        stem=lambda p, tokens: nnx.merge(stem_graph, p)(tokens),
+        body=repeat_block(lambda p, x: nnx.merge(blocks[0][0], p)(x), recompute),
+        head=lambda p, x: nnx.merge(head_graph, p)(x),
+    )
+    body = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(state for _, state in blocks))
+    return stages, Params(stem, body, head)
+
+
+@functools.cache
+def compiled(schedule, num_microbatches, recompute="none"):
+    stages, params = gpt(recompute)
+    of_stage = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((a.shape[0] // STAGES, *a.shape[1:]), a.dtype), params.body
+    )
+    x = jax.ShapeDtypeStruct((SIZE, CONTEXT, WIDTH), jnp.float32)
+    kept = split_gradient(stages.body, of_stage, x).kept
+    slots = assign_slots(make_schedule(schedule, STAGES, num_microbatches)).per_stage.max()
+    stash_shapes = {(int(slots), *k.shape) for k in kept}
+    sum_shapes = {leaf.shape for leaf in jax.tree.leaves(of_stage)}
+    tokens = jax.ShapeDtypeStruct((num_microbatches, SIZE, CONTEXT), jnp.int32)
+    run = pipeline_value_and_grad(stages, next_token_loss, make_mesh(STAGES), schedule)
+    program = run.lower(params, tokens, tokens).compile()
+    return Compiled(
+        hlo.parse(program.as_text()),
+        program.memory_analysis().temp_size_in_bytes,
+        kept,
+        stash_shapes,
+        sum_shapes,
+    )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_loop_exchanges_between_neighbours_only(schedule):
+    exchanges = [i for i in compiled(schedule, 8).in_loop() if i.is_collective]
+    assert {i.opcode for i in exchanges} == {"collective-permute"}
+    assert all(abs(s - t) == 1 for i in exchanges for s, t in i.pairs)
+    assert sorted(sorted(i.pairs) for i in exchanges) == sorted(map(sorted, ROUTES[schedule]))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_an_exchange_carries_one_activation(schedule):
+    for exchange in compiled(schedule, 8).in_loop():
+        if exchange.is_collective:
+            assert exchange.num_bytes == SIZE * CONTEXT * WIDTH * 4
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_exchange_waits_in_a_branch_that_depends_on_the_stage(schedule):
+    found = compiled(schedule, 8)
+    outside = [i for i in found.in_loop(enter_branches=False) if i.is_collective]
+    if schedule in ONE_F_ONE_B:
+        assert len(outside) == 2
+        return
+    # GPipe picks the route at run time, the same for all: a conditional that only exchanges.
+    assert not outside
+    for conditional in (i for i in found.in_loop() if i.opcode == "conditional"):
+        branches = [list(found.program.within(b)) for b in conditional.called]
+        if any(i.is_collective for branch in branches for i in branch):
+            for branch in branches:
+                assert {i.opcode for i in branch} <= PASSES_ON | {"collective-permute"}
+                assert sum(i.is_collective for i in branch) == 1
+
+
+def test_each_row_of_data_devices_has_a_chain_of_its_own():
+    problem = models.mlp(4, 4, size=4)
+    mesh = make_mesh(4, 2)
+    run = pipeline_value_and_grad(problem.stages, problem.loss, mesh, "1f1b-overlap")
+    lowered = run.lower(problem.params, problem.inputs, problem.targets)
+    program = hlo.parse(lowered.compile().as_text())
+    exchanges = [i for i in program.within(program.loop_body) if i.is_collective]
+    device = [d.id for d in mesh.devices.flat]
+    pairs = [sorted((device[s], device[t]) for s, t in i.pairs) for i in exchanges]
+    # Devices 0 to 3 and 4 to 7; gradients meet across them after the loop, not in it.
+    up = sorted(UP | {(s + 4, t + 4) for s, t in UP})
+    assert {i.opcode for i in exchanges} == {"collective-permute"}
+    assert sorted(pairs) == sorted([up, sorted((t, s) for s, t in up)])
+
+
+# Per tick with a forward: stem, body, keeping the body's output. With a backward: head, body, stem.
+@pytest.mark.parametrize(("schedule", "count"), [("gpipe", 7), ("1f1b", 12), ("1f1b-overlap", 6)])
+def test_operations_stay_conditional(schedule, count):
+    loop = compiled(schedule, 8).in_loop()
+    assert sum(i.opcode == "conditional" for i in loop) == count
+
+
+@pytest.mark.parametrize("recompute", ["none", "block", "stage"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_nothing_is_computed_in_a_bubble(schedule, recompute):
+    found = compiled(schedule, 8, recompute)
+    assert not [i for i in found.in_loop(enter_branches=False) if i.is_matmul]
+    # A block multiplies six times forward, each for two gradients backward; the head once.
+    per_period = 2 if schedule == "1f1b" else 1
+    again = {"none": 0, "block": 2 * 5, "stage": 6 + 5}[recompute]
+    assert sum(i.is_matmul for i in found.in_loop()) == per_period * (2 * 18 + 3 + again)
+
+
+@pytest.mark.parametrize("recompute", ["none", "block", "stage"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_stash_and_sums_are_never_copied(schedule, recompute):
+    found = compiled(schedule, 8, recompute)
+    large = found.stash_shapes | found.sum_shapes
+    copies = [
+        i
+        for i in found.in_loop()
+        if i.opcode.startswith("copy") and large.intersection(shape for _, shape in i.arrays)
+    ]
+    assert not copies
+
+
+@pytest.mark.parametrize("recompute", ["none", "block", "stage"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_stash_changes_in_place_only(schedule, recompute):
+    found = compiled(schedule, 8, recompute)
+    writers = []
+    for instruction in found.in_loop():
+        shapes = {shape for _, shape in instruction.arrays}
+        if instruction.opcode in PASSES_ON or not shapes & found.stash_shapes:
+            continue
+        if instruction.opcode == "fusion":
+            instruction = found.program.root(instruction.called[0])
+        writers.append(instruction.opcode)
+    assert writers
+    assert set(writers) == {"dynamic-update-slice"}
+
+
+@pytest.mark.parametrize("schedule", ONE_F_ONE_B)
+def test_memory_of_1f1b_does_not_depend_on_the_number_of_microbatches(schedule):
+    few = compiled(schedule, 8).temp_bytes
+    for num_microbatches in (32, 64):
+        assert compiled(schedule, num_microbatches).temp_bytes == pytest.approx(few, rel=0.01)
+
+
+def test_memory_of_gpipe_grows_with_every_microbatch():
+    few, many = compiled("gpipe", 8), compiled("gpipe", 64)
+    growth = (many.temp_bytes - few.temp_bytes) / (64 - 8)
+    output = SIZE * CONTEXT * WIDTH * 4  # the last stage's, kept for the head
+    assert few.kept_bytes <= growth <= 1.1 * (few.kept_bytes + output)
+
+
+@pytest.mark.parametrize("schedule", ONE_F_ONE_B)
+def test_recompute_keeps_the_inputs_of_blocks_or_of_the_stage(schedule):
+    found = {r: compiled(schedule, 8, r) for r in ("none", "block", "stage")}
+    activation = SIZE * CONTEXT * WIDTH * 4
+    assert found["block"].kept_bytes == 2 * activation
+    assert found["stage"].kept_bytes == activation
+    slots = {"1f1b": STAGES, "1f1b-overlap": 2 * STAGES - 1}[schedule]
+    saved = slots * (found["none"].kept_bytes - activation)
+    again = found["none"].kept_bytes  # all that the backward makes again lives for a moment
+    assert found["stage"].temp_bytes <= found["none"].temp_bytes - saved + again
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_program_does_not_grow_with_the_number_of_microbatches(schedule):
+    few, many = compiled(schedule, 8).program, compiled(schedule, 64).program
+    assert few.num_instructions == many.num_instructions
+
+
+def test_sizes_tell_stash_and_sums_apart():
+    found = compiled("1f1b", 8)
+    payloads = {(SIZE, CONTEXT, WIDTH), (1, SIZE, CONTEXT, WIDTH)}
+    assert found.stash_shapes.isdisjoint(found.sum_shapes | payloads)
+    assert found.sum_shapes.isdisjoint(payloads)
+    assert all(math.prod(shape) > 1 for shape in found.stash_shapes | found.sum_shapes)
