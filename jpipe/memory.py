@@ -1,6 +1,6 @@
 """How many bytes a compiled program needs on each device."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -28,7 +28,7 @@ def memory_of(compiled: jax.stages.Compiled) -> Memory:
     Args:
         compiled: a program whose state is donated, so that results take the place of arguments.
     """
-    found = compiled.memory_analysis()
+    found: Any = compiled.memory_analysis()
     results = found.output_size_in_bytes - found.alias_size_in_bytes
     return Memory(found.argument_size_in_bytes, found.temp_size_in_bytes + results)
 

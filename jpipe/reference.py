@@ -4,17 +4,13 @@ Plain gradient accumulation: a scan over the microbatches in order, autodiff thr
 model, sums in float32.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
 from jpipe.pipeline.stages import Loss, Params, Stages, Tree
 
 
-def reference_value_and_grad(
-    stages: Stages, loss: Loss
-) -> Callable[[Params, Tree, Tree], tuple[jax.Array, Params]]:
+def reference_value_and_grad(stages: Stages, loss: Loss) -> jax.stages.Wrapped:
     """The function that `pipeline_value_and_grad` must equal, without a pipeline.
 
     Args:

@@ -70,7 +70,8 @@ def state_shardings(
         of_params,
         transform_non_params=lambda _: everywhere,
     )
-    return TrainState(everywhere, of_params, opt_state)
+    shardings: Any = (everywhere, of_params, opt_state)
+    return TrainState(*shardings)
 
 
 def init_train_state(
@@ -123,7 +124,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     schedule: Schedule | str = "1f1b",
-) -> Callable[[TrainState, Tree, Tree], tuple[TrainState, Metrics]]:
+) -> jax.stages.Wrapped:
     """A training step by a pipeline.
 
     The optimizer sees the gradients of all stages at once, each once: a norm over all of them is
@@ -156,7 +157,7 @@ def make_train_step(
 
 def make_reference_step(
     stages: Stages, loss: Loss, optimizer: optax.GradientTransformation
-) -> Callable[[TrainState, Tree, Tree], tuple[TrainState, Metrics]]:
+) -> jax.stages.Wrapped:
     """The same step on one device, without a pipeline; takes and returns what a step does."""
     value_and_grad = reference_value_and_grad(stages, loss)
 

@@ -1,7 +1,5 @@
 """Losses and outputs of a pipelined model, without gradients."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
@@ -13,9 +11,7 @@ from jpipe.pipeline.gradients import PARAM_SPECS, batch_spec
 from jpipe.pipeline.stages import Loss, Params, Stages, Tree
 
 
-def pipeline_evaluate(
-    stages: Stages, loss: Loss, mesh: Mesh
-) -> Callable[[Params, Tree, Tree], jax.Array]:
+def pipeline_evaluate(stages: Stages, loss: Loss, mesh: Mesh) -> jax.stages.Wrapped:
     """The mean loss, by a pipeline without backwards.
 
     Args:
@@ -61,7 +57,7 @@ def pipeline_evaluate(
     return jax.jit(evaluate)
 
 
-def pipeline_predict(stages: Stages, mesh: Mesh) -> Callable[[Params, Tree], Tree]:
+def pipeline_predict(stages: Stages, mesh: Mesh) -> jax.stages.Wrapped:
     """The model's outputs, by a pipeline without backwards.
 
     Args:

@@ -1,7 +1,5 @@
 """Loss and gradients of a pipelined model."""
 
-from collections.abc import Callable
-
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -45,7 +43,7 @@ def param_shardings(mesh: Mesh, params: Params) -> Params:
 
 def pipeline_value_and_grad(
     stages: Stages, loss: Loss, mesh: Mesh, schedule: Schedule | str = "1f1b"
-) -> Callable[[Params, Tree, Tree], tuple[jax.Array, Params]]:
+) -> jax.stages.Wrapped:
     """Like `jax.value_and_grad` of the mean loss, by a pipeline over the mesh's `stage` axis.
 
     Loss and gradients are those of one device that accumulates over the microbatches in order.

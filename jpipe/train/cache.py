@@ -11,7 +11,7 @@ def enable_compilation_cache() -> Path:
 
     A folder that the user gave JAX (`JAX_COMPILATION_CACHE_DIR`) is respected.
     """
-    folder = jax.config.jax_compilation_cache_dir
+    folder: str | None = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if folder is None:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = str(Path(home) / "jpipe" / "compiled")

@@ -236,9 +236,7 @@ class Run:
             )
         else:
             before, after = (" ".join(map(str, t)) + " " for t in (prompt, added))
-        self._say(
-            f"\na sample of {_SAMPLE} {setup.unit}s, after a prompt from the validation text:"
-        )
+        self._say(f"\na sample: {_SAMPLE} {setup.unit}s after a prompt from the validation text")
         self.console.print(before, style="dim", end="", markup=False, highlight=False)
         self.console.print(after, markup=False, highlight=False)
         setup.folder.write("sample.txt", (before + after).encode())
