@@ -78,7 +78,7 @@ class Run:
         """
         setup, started = self.setup, time.perf_counter()
         save_figure(setup.schedule, setup.folder.path / "schedule.png")
-        with Interrupt() as interrupt:
+        with Interrupt() as interrupt, contextlib.closing(setup.folder):
             programs = self._compile()
             print_header(self.console, setup, programs.memory, programs.memory_alone)
             self._say(f"compiled in {programs.seconds:.1f} s")

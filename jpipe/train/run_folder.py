@@ -52,3 +52,8 @@ class RunFolder:
             self._metrics = (self.path / _METRICS).open("x", encoding="utf-8")
         self._metrics.write(json.dumps(metrics, allow_nan=False) + "\n")
         self._metrics.flush()
+
+    def close(self) -> None:
+        """Close metrics.jsonl."""
+        if self._metrics is not None:
+            self._metrics.close()

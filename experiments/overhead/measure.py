@@ -1,0 +1,110 @@
+"""What the pipeline costs: CPU time of a step against plain gradient accumulation on one device.
+
+    python experiments/overhead/measure.py [--microbatches 8] [--rounds 10]
+
+Both sides run the same model in the same process, in turn: loss and gradients, no optimizer, fp32.
+The loop never recomputes. The stages are simulated devices that share the CPU's cores, so process
+CPU time is what counts: it is the sum over all stages of the work they do. Prints JSON lines.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import time
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jpipe.adapters import NnxPipeline, pipeline_from_nnx
+from jpipe.mesh import make_mesh, simulate_devices
+from jpipe.models import GPT, GPTConfig, next_token_loss
+from jpipe.pipeline import Recompute, batch_sharding, param_shardings, pipeline_value_and_grad
+from jpipe.reference import reference_value_and_grad
+from jpipe.schedule import SCHEDULES
+
+STAGES = 4
+MICROBATCH = 2
+CONFIG = GPTConfig(vocab_size=256, context=128, layers=8, width=256, heads=8)
+
+
+def make_model(recompute: Recompute) -> NnxPipeline:
+    return pipeline_from_nnx(
+        lambda rngs: GPT(CONFIG, rngs=rngs),
+        stem="embedding",
+        body="blocks",
+        head="head",
+        recompute=recompute,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
+    args = parser.parse_args()
+    simulate_devices(STAGES)
+
+    plain = make_model("none")
+    params = jax.jit(lambda: plain.init(nnx.Rngs(0)))()
+    shape = (args.microbatches, MICROBATCH, CONFIG.context + 1)
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, shape, dtype=np.int32)
+    batch = tokens[..., :-1], tokens[..., 1:]
+
+    programs = {}
+    loop = reference_value_and_grad(plain.stages, next_token_loss)
+    here = jax.device_put((params, *batch), jax.devices()[0])
+    programs["one device", "none"] = loop.lower(*here).compile(), here
+    mesh = make_mesh(STAGES)
+    there = (
+        jax.device_put(params, param_shardings(mesh, params)),
+        *jax.device_put(batch, batch_sharding(mesh)),
+    )
+    for schedule in args.schedules:
+        for recompute in ("none", "stage"):
+            stages = make_model(recompute).stages
+            run = pipeline_value_and_grad(stages, next_token_loss, mesh, schedule)
+            programs[schedule, recompute] = run.lower(*there).compile(), there
+
+    cpu = {key: [] for key in programs}
+    wall = {key: [] for key in programs}
+    for round_ in range(args.rounds + 1):  # the first warms up
+        for key, (program, arguments) in programs.items():
+            cpu_start, wall_start = time.process_time(), time.perf_counter()
+            jax.block_until_ready(program(*arguments))
+            if round_:
+                cpu[key].append(time.process_time() - cpu_start)
+                wall[key].append(time.perf_counter() - wall_start)
+
+    base = statistics.median(cpu["one device", "none"])
+    facts = {
+        "date": datetime.date.today().isoformat(),
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")},
+        "stages": STAGES,
+        "microbatches": args.microbatches,
+        "rounds": args.rounds,
+    }
+    print(json.dumps(facts))
+    for (schedule, recompute), (program, _) in programs.items():
+        key = (schedule, recompute)
+        row = {
+            "schedule": schedule,
+            "recompute": recompute,
+            "cpu_ratio": round(statistics.median(cpu[key]) / base, 3),
+            "cpu_seconds": round(statistics.median(cpu[key]), 3),
+            "wall_seconds": round(statistics.median(wall[key]), 3),
+            "temp_megabytes": round(program.memory_analysis().temp_size_in_bytes / 1e6, 1),
+        }
+        print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Bad input to the command: one message with argument, value and remedy; exit 2; no compile."""
+
+import numpy as np
+import pytest
+
+from jpipe.train import run
+from jpipe.train.__main__ import main
+
+CASES = {
+    "unknown option": (["--frobnicate", "3"], ["--frobnicate", "--help"]),
+    "unknown value": (["--schedule", "2f2b"], ["--schedule", "2f2b", "1f1b"]),
+    "abbreviated option": (["--step", "3"], ["--step"]),
+    "no number": (["--steps", "many"], ["--steps", "many", "whole number"]),
+    "negative": (["--batch-size", "-4"], ["--batch-size", "-4"]),
+    "learning rate": (["--learning-rate", "0"], ["--learning-rate", "above 0"]),
+    "learning rate nan": (["--learning-rate", "nan"], ["--learning-rate", "nan"]),
+    "no stages": (["--mesh", "0"], ["mesh='0'", "at least 1"]),
+    "no mesh": (["--mesh", "four"], ["mesh='four'", "stage=4,data=2"]),
+    "model axis": (["--mesh", "2x2x2"], ["mesh='2x2x2'", "'model'", "stage=4,data=2"]),
+    "model axis by name": (["--mesh", "stage=2,model=2"], ["'model'", "not supported yet"]),
+    "unknown axis": (["--mesh", "stage=2,expert=2"], ["expert"]),
+    "axis twice": (["--mesh", "stage=2,stage=4"], ["stage=2,stage=4"]),
+    "stages do not fit layers": (
+        ["--mesh", "3", "--layers", "8"],
+        ["--mesh 3", "8 blocks", "1, 2, 4, 8 stages", "6 or 9 layers"],
+    ),
+    "more stages than layers": (["--mesh", "8", "--layers", "4"], ["--mesh 8", "8 layers"]),
+    "batch": (
+        ["--batch-size", "10", "--microbatches", "4"],
+        ["--batch-size 10", "4 x 1", "8 or 12"],
+    ),
+    "batch over data": (
+        ["--batch-size", "12", "--microbatches", "4", "--mesh", "2x2"],
+        ["--batch-size 12", "4 x 2 = 8", "8 or 16"],
+    ),
+    "heads": (["--width", "30", "--heads", "4"], ["width=30", "heads=4", "32"]),
+    "context": (["--context", "1000000"], ["context=1000000"]),
+    "no file": (["--data", "nowhere.txt"], ["nowhere.txt"]),
+    "tokens without vocabulary": (["--data", "{tokens}"], ["vocab_size", ".npy"]),
+    "token outside": (["--data", "{tokens}", "--vocab-size", "100"], ["100", "tokens.npy"]),
+    "empty file": (["--data", "{empty}"], ["empty.txt"]),
+    "folder as file": (["--data", "{folder}"], ["{folder}"]),
+    "vocabulary of bytes": (["--vocab-size", "100"], ["vocab_size=100", "256"]),
+    "out below a file": (["--out", "{empty}/run"], ["--out", "empty.txt", "choose"]),
+    "out in use": (["--out", "{used}"], ["--out", "used", "already holds a run"]),
+    "no gpu": (["--platform", "gpu"], ["platform='gpu'", "4 devices", "--platform cpu"]),
+    "no tpu": (["--platform", "tpu"], ["platform='tpu'", "--platform cpu"]),
+    "too many simulated": (["--mesh", "16", "--layers", "16"], ["16 devices"]),
+}
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    np.save(tmp_path / "tokens.npy", np.arange(5000) % 300)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "metrics.jsonl").write_text("{}\n")
+    return {
+        "empty": str(tmp_path / "empty.txt"),
+        "tokens": str(tmp_path / "tokens.npy"),
+        "used": str(tmp_path / "used"),
+        "folder": str(tmp_path),
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input(name, files, tmp_path, monkeypatch, capsys):
+    arguments, expected = CASES[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run.Run, "execute", lambda self: pytest.fail("went on"))
+    status = main([argument.format(**files) for argument in arguments])
+    out, err = capsys.readouterr()
+    assert status == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1, err
+    for part in expected:
+        assert part.format(**files) in err
+    assert not (tmp_path / "runs").exists(), "a refused run leaves nothing behind"
