@@ -88,7 +88,8 @@ def simulate_devices(count: int) -> None:
     """
     if "--xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
+    before: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
     try:
-        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_num_cpu_devices", max(count, before))
     except RuntimeError:  # the backends have started; make_mesh will say if devices are too few
         return

@@ -1,10 +1,15 @@
 """Eight simulated devices for all tests, set before any of them touches JAX."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jpipe-tests-")  # not the user's own cache
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 from jpipe.mesh import simulate_devices
 

@@ -101,7 +101,9 @@ def test_importing_starts_no_backend():
         "jax.config.update('jax_num_cpu_devices', 3)\n"  # raises once a backend has started
         "assert jax.device_count('cpu') == 3\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env={"JAX_PLATFORMS": "cpu", "PATH": ""})
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={"JAX_PLATFORMS": "cpu", "PATH": ""}
+    )
 
 
 def test_the_schedule_package_needs_numpy_only():

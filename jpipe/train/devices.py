@@ -44,10 +44,14 @@ def choose_devices(count: int, platform: str) -> Devices:
         )
     simulated = _devices_of("cpu")
     if len(simulated) < count:
+        flags = os.environ.get("XLA_FLAGS", "")
         raise ValueError(
-            f"the mesh needs {count} devices, the CPU backend shows {len(simulated)} "
-            f"(XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r}); raise "
-            f"--xla_force_host_platform_device_count there to {count} or take it out"
+            f"the mesh needs {count} devices, the CPU backend shows {len(simulated)}; "
+            + (
+                f"XLA_FLAGS={flags!r} says how many: raise the number there to {count}"
+                if "host_platform_device_count" in flags
+                else "it had started before: use a smaller mesh, or a new process"
+            )
         )
     jax.config.update("jax_default_device", simulated[0])
     have = f"; there is only {len(found)} x {found[0].device_kind}" if kind != "cpu" else ""

@@ -25,7 +25,9 @@ def normal(key, *shape, dtype=jnp.float32):
     ).astype(dtype)
 
 
-def mlp(num_blocks, num_microbatches, *, size=4, width=8, recompute="none", seed=0, dtype=jnp.float32):
+def mlp(
+    num_blocks, num_microbatches, *, size=4, width=8, recompute="none", seed=0, dtype=jnp.float32
+):
     """Residual tanh layers between two linear maps, mean squared error."""
     keys = jax.random.split(jax.random.key(seed), 6)
     params = Params(

@@ -1,0 +1,135 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from parity.cases import assert_same, pipeline_numbers
+from parity.models import Problem
+
+from jpipe.adapters import pipeline_from_nnx
+from jpipe.mesh import make_mesh
+from jpipe.models import GPT, GPTConfig, next_token_loss
+from jpipe.pipeline import param_shardings
+from jpipe.schedule import SCHEDULES
+
+CONFIG = GPTConfig(vocab_size=17, context=6, layers=4, width=8, heads=2)
+
+
+def make_gpt(rngs):
+    return GPT(CONFIG, rngs=rngs)
+
+
+def gpt_pipeline(recompute="none"):
+    return pipeline_from_nnx(
+        make_gpt, stem="embedding", body="blocks", head="head", recompute=recompute
+    )
+
+
+def tokens(num_microbatches, size=2):
+    shape = (num_microbatches, size, CONFIG.context + 1)
+    drawn = np.random.default_rng(0).integers(0, CONFIG.vocab_size, shape)
+    return drawn[..., :-1], drawn[..., 1:]
+
+
+def plain_numbers(num_microbatches):
+    """Loss and gradients as a Flax user gets them, without jpipe."""
+    model = make_gpt(nnx.Rngs(0))
+    inputs, targets = tokens(num_microbatches)
+
+    def loss(model):
+        losses = [next_token_loss(model(i), t) for i, t in zip(inputs, targets, strict=True)]
+        return sum(losses) / num_microbatches
+
+    value, grads = nnx.jit(nnx.value_and_grad(loss))(model)
+    return value, nnx.to_pure_dict(grads)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("num_stages", "num_data"), [(1, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+def test_gpt_has_the_numbers_of_plain_flax(schedule, num_stages, num_data, recompute):
+    pipe = gpt_pipeline(recompute)
+    problem = Problem(pipe.stages, next_token_loss, pipe.init(nnx.Rngs(0)), *tokens(5))
+    loss, grads = pipeline_numbers(problem, schedule, num_stages, num_data)
+    expected_loss, expected_grads = plain_numbers(5)
+    # The keys of blocks are 0, 1, ... in both; the sums of the plain model are autodiff's own.
+    grads = jax.tree.map(jnp.asarray, pipe.to_plain(grads))
+    assert_same((loss, grads), (expected_loss, expected_grads), 2e-6)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_parameters_are_those_of_the_constructor_on_every_mesh(num_stages):
+    pipe = gpt_pipeline()
+    mesh = make_mesh(num_stages)
+    init = jax.jit(lambda: pipe.init(nnx.Rngs(0)))
+    params = jax.device_put(init(), param_shardings(mesh, jax.eval_shape(init)))
+    plain = nnx.to_pure_dict(nnx.state(nnx.jit(make_gpt)(nnx.Rngs(0))))
+    assert_equal_trees(pipe.to_plain(params), plain)
+
+
+def test_plain_form_round_trip_loses_nothing():
+    pipe = gpt_pipeline()
+    params = pipe.init(nnx.Rngs(3))
+    params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
+    back = pipe.from_plain(pipe.to_plain(params))
+    assert_equal_trees(tuple(back), tuple(params))
+
+
+def assert_equal_trees(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+class Parts(nnx.Module):
+    def __init__(self, rngs, blocks, **others):
+        self.stem = nnx.Linear(3, 4, rngs=rngs)
+        self.blocks = nnx.List(blocks)
+        self.head = nnx.Linear(4, 2, rngs=rngs)
+        for name, module in others.items():
+            setattr(self, name, module)
+
+
+def linear(rngs, width=4, **settings):
+    return nnx.Linear(width, width, rngs=rngs, **settings)
+
+
+BAD = {
+    "missing": (lambda r: nnx.Linear(2, 2, rngs=r), ["stem='stem'", "Linear"]),
+    "no blocks": (lambda r: Parts(r, []), ["body='blocks'", "at least one"]),
+    "shapes": (lambda r: Parts(r, [linear(r), linear(r, 5)]), ["blocks[1]", "blocks[0]"]),
+    "types": (
+        lambda r: Parts(r, [linear(r), nnx.LayerNorm(4, rngs=r)]),
+        ["blocks[1]", "LayerNorm"],
+    ),
+    "settings": (
+        lambda r: Parts(r, [linear(r), linear(r, use_bias=False)]),
+        ["blocks[1]", "built alike"],
+    ),
+    "outside": (lambda r: Parts(r, [linear(r)], extra=linear(r)), ["extra.", "stem, blocks, head"]),
+    "state": (lambda r: Parts(r, [nnx.BatchNorm(4, rngs=r)]), ["BatchStat", "not supported"]),
+    "random": (lambda r: Parts(r, [nnx.Dropout(0.5, rngs=r)]), ["Rng", "not supported"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_models_that_do_not_fit_are_refused(name):
+    make_model, expected = BAD[name]
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 the message is checked below
+        pipeline_from_nnx(make_model, stem="stem", body="blocks", head="head")
+    for part in expected:
+        assert part in str(caught.value)
+
+
+def test_body_that_is_no_list_is_refused():
+    with pytest.raises(ValueError, match=r"body='stem' must be an nnx\.List"):
+        pipeline_from_nnx(lambda r: Parts(r, [linear(r)]), stem="blocks", body="stem", head="head")
+
+
+def test_parameters_of_another_depth_are_refused():
+    pipe = gpt_pipeline()
+    plain = pipe.to_plain(pipe.init(nnx.Rngs(0)))
+    del plain["blocks"][3]
+    with pytest.raises(ValueError, match="3 blocks in 'blocks', the model has 4"):
+        pipe.from_plain(plain)
