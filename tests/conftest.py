@@ -11,7 +11,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jpipe-tests-")  # not the user's own cache
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
-from jpipe.mesh import simulate_devices
+from jpipe.mesh import simulate_devices  # noqa: E402 the platform must be set before
 
 simulate_devices(8)
 
