@@ -7,7 +7,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jpipe.mesh import DATA, STAGE
 from jpipe.pipeline import checks, stash
 from jpipe.pipeline.forward import run_forward
-from jpipe.pipeline.gradients import PARAM_SPECS, batch_spec
+from jpipe.pipeline.layout import batch_spec, gather_params, param_specs
 from jpipe.pipeline.stages import Loss, Params, Stages, Tree
 
 
@@ -37,19 +37,22 @@ def pipeline_evaluate(stages: Stages, loss: Loss, mesh: Mesh) -> jax.stages.Wrap
         checks.check_stages(stages, params, inputs, mesh)
         checks.check_loss(stages, loss, params, inputs, targets)
 
+        specs = param_specs(mesh, params)
+
         def on_stage(params: Params, inputs: Tree, targets: Tree) -> jax.Array:
+            whole = gather_params(params, specs)
+
             def add(total: jax.Array, outputs: Tree, i: jax.Array) -> jax.Array:
                 return total + loss(outputs, stash.read(targets, i)).astype(jnp.float32)
 
-            total = run_forward(
-                stages, STAGE, mesh.shape[STAGE], params, inputs, add, jnp.zeros((), jnp.float32)
-            )
+            nothing = jnp.zeros((), jnp.float32)
+            total = run_forward(stages, STAGE, mesh.shape[STAGE], whole, inputs, add, nothing)
             return jax.lax.psum(total, mesh.axis_names) / (num_data * num_microbatches)
 
         return jax.shard_map(
             on_stage,
             mesh=mesh,
-            in_specs=(PARAM_SPECS, batch_spec(mesh), batch_spec(mesh)),
+            in_specs=(specs, batch_spec(mesh), batch_spec(mesh)),
             out_specs=PartitionSpec(),
             check_vma=False,
         )(params, inputs, targets)
@@ -80,22 +83,25 @@ def pipeline_predict(stages: Stages, mesh: Mesh) -> jax.stages.Wrapped:
         checks.check_params(params, mesh)
         checks.check_stages(stages, params, inputs, mesh)
 
+        specs = param_specs(mesh, params)
+
         def on_stage(params: Params, inputs: Tree) -> Tree:
-            x = stages.boundary(params.stem, inputs)
-            outputs = jax.eval_shape(stages.head, params.head, x)
+            whole = gather_params(params, specs)
+            x = stages.boundary(whole.stem, inputs)
+            outputs = jax.eval_shape(stages.head, whole.head, x)
             empty = stash.empty(num_microbatches, outputs)
 
             def keep(buffers: Tree, outputs: Tree, i: jax.Array) -> Tree:
                 return stash.write(buffers, i, outputs)
 
-            kept = run_forward(stages, STAGE, mesh.shape[STAGE], params, inputs, keep, empty)
+            kept = run_forward(stages, STAGE, mesh.shape[STAGE], whole, inputs, keep, empty)
             return jax.tree.map(lambda a: a[None], kept)
 
         spec = PartitionSpec(STAGE, *batch_spec(mesh))
         by_stage = jax.shard_map(
             on_stage,
             mesh=mesh,
-            in_specs=(PARAM_SPECS, batch_spec(mesh)),
+            in_specs=(specs, batch_spec(mesh)),
             out_specs=spec,
             check_vma=False,
         )(params, inputs)

@@ -1,44 +1,17 @@
 """Loss and gradients of a pipelined model."""
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jpipe.mesh import DATA, STAGE
 from jpipe.pipeline import checks
 from jpipe.pipeline.executor import Executor
+from jpipe.pipeline.layout import batch_spec, gather_params, param_specs, reduce_grads
 from jpipe.pipeline.retrace import warn_if_compiled_again
 from jpipe.pipeline.stages import Loss, Params, Stages, Tree
 from jpipe.schedule.check import check_schedule
 from jpipe.schedule.registry import SCHEDULES, make_schedule
 from jpipe.schedule.table import Schedule
-
-PARAM_SPECS = Params(stem=PartitionSpec(), body=PartitionSpec(STAGE), head=PartitionSpec())
-"""How parameters and gradients lie on the mesh: the blocks over `stage`, the rest everywhere."""
-
-
-def batch_spec(mesh: Mesh) -> PartitionSpec:
-    """How `[M, microbatch, ...]` arrays lie on the mesh: each microbatch over `data`."""
-    return PartitionSpec(None, DATA) if DATA in mesh.axis_names else PartitionSpec()
-
-
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding for `[M, microbatch, ...]` arrays of inputs and targets."""
-    return NamedSharding(mesh, batch_spec(mesh))
-
-
-def param_shardings(mesh: Mesh, params: Params) -> Params:
-    """The sharding of each parameter, and of each gradient.
-
-    Args:
-        mesh: the mesh, with a `stage` axis.
-        params: the parameters, or their shapes.
-    """
-    return Params(
-        *(
-            jax.tree.map(lambda _, spec=spec: NamedSharding(mesh, spec), part)
-            for spec, part in zip(PARAM_SPECS, params, strict=True)
-        )
-    )
 
 
 def pipeline_value_and_grad(
@@ -92,20 +65,20 @@ def pipeline_value_and_grad(
         functions = {"stem": stages.stem, "body": stages.body, "head": stages.head, "loss": loss}
         warn_if_compiled_again(functions, table.name, mesh, shapes)
 
+        specs = param_specs(mesh, params)
+
         def on_stage(params: Params, inputs: Tree, targets: Tree) -> tuple[jax.Array, Params]:
-            total, grads = Executor(stages, loss, table, STAGE, params, inputs, targets).run()
-            everywhere = (STAGE, DATA) if DATA in mesh.axis_names else (STAGE,)
-            # Only the last stage has a loss and head gradients, only the first stem gradients.
-            total, stem, head = jax.lax.psum((total, grads.stem, grads.head), everywhere)
-            body = jax.lax.psum(grads.body, DATA) if DATA in mesh.axis_names else grads.body
-            grads = jax.tree.map(lambda g: g / num_data, Params(stem, body, head))
-            return total / (num_data * num_microbatches), grads
+            whole = gather_params(params, specs)
+            total, grads = Executor(stages, loss, table, STAGE, whole, inputs, targets).run()
+            grads = jax.tree.map(lambda g: g / num_data, reduce_grads(grads, specs, mesh))
+            # Only the last stage has a loss.
+            return jax.lax.psum(total, mesh.axis_names) / (num_data * num_microbatches), grads
 
         return jax.shard_map(
             on_stage,
             mesh=mesh,
-            in_specs=(PARAM_SPECS, batch_spec(mesh), batch_spec(mesh)),
-            out_specs=(PartitionSpec(), PARAM_SPECS),
+            in_specs=(specs, batch_spec(mesh), batch_spec(mesh)),
+            out_specs=(PartitionSpec(), specs),
             check_vma=False,
         )(params, inputs, targets)
 

@@ -1,0 +1,109 @@
+"""How parameters, gradients and batches lie on the mesh.
+
+The blocks of the body lie on their stages. Stem and head are each used by one stage, but every
+device runs the same program with arrays of the same shapes, so none can have a parameter that the
+others lack. They are stored in equal shares over the `stage` axis, and so is what the optimizer
+keeps for them; a step gathers them once before its first tick and scatters their gradients once
+after its last. That is how ZeRO stores parameters over data-parallel devices (Rajbhandari et al.,
+2020, arXiv 1910.02054), here over stages.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jpipe.mesh import DATA, STAGE
+from jpipe.pipeline.stages import Params, Tree
+
+
+def batch_spec(mesh: Mesh) -> PartitionSpec:
+    """How `[M, microbatch, ...]` arrays lie on the mesh: each microbatch over `data`."""
+    return PartitionSpec(None, DATA) if DATA in mesh.axis_names else PartitionSpec()
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """The sharding for `[M, microbatch, ...]` arrays of inputs and targets."""
+    return NamedSharding(mesh, batch_spec(mesh))
+
+
+def param_specs(mesh: Mesh, params: Params) -> Params:
+    """How parameters and gradients lie on the mesh.
+
+    Args:
+        mesh: the mesh, with a `stage` axis.
+        params: the parameters, or their shapes.
+
+    Returns:
+        A `Params` of partition specs: blocks over `stage` by their first dim, every other
+        parameter over `stage` by its largest dim that divides, or whole everywhere if none does.
+    """
+
+    def share(leaf: jax.Array | jax.ShapeDtypeStruct) -> PartitionSpec:
+        dim = _shared_dim(jnp.shape(leaf), mesh.shape[STAGE])
+        return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, STAGE)
+
+    return Params(
+        stem=jax.tree.map(share, params.stem),
+        body=jax.tree.map(lambda _: PartitionSpec(STAGE), params.body),
+        head=jax.tree.map(share, params.head),
+    )
+
+
+def param_shardings(mesh: Mesh, params: Params) -> Params:
+    """The sharding of each parameter, and of each gradient.
+
+    Args:
+        mesh: the mesh, with a `stage` axis.
+        params: the parameters, or their shapes.
+    """
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(mesh, params))
+
+
+def gather_params(params: Params, specs: Params) -> Params:
+    """This device's share of the parameters, made whole for stem and head.
+
+    Args:
+        params: what `param_specs` leaves of the parameters on a device.
+        specs: those specs.
+    """
+
+    def gather(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
+        if STAGE not in spec:
+            return leaf
+        return jax.lax.all_gather(leaf, STAGE, axis=spec.index(STAGE), tiled=True)
+
+    return Params(
+        stem=jax.tree.map(gather, params.stem, specs.stem),
+        body=params.body,
+        head=jax.tree.map(gather, params.head, specs.head),
+    )
+
+
+def reduce_grads(grads: Params, specs: Params, mesh: Mesh) -> Params:
+    """Sum gradients over the devices, and leave each with its share; the inverse of the gather.
+
+    Args:
+        grads: of the blocks of this stage, and of the whole stem and head: zeros except on the
+            stage that runs them.
+        specs: how the gradients are to lie.
+        mesh: the mesh.
+    """
+
+    def over_stages(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
+        if STAGE not in spec:
+            return jax.lax.psum(leaf, STAGE)
+        dim = spec.index(STAGE)
+        return jax.lax.psum_scatter(leaf, STAGE, scatter_dimension=dim, tiled=True)
+
+    grads = Params(
+        stem=jax.tree.map(over_stages, grads.stem, specs.stem),
+        body=grads.body,
+        head=jax.tree.map(over_stages, grads.head, specs.head),
+    )
+    return jax.lax.psum(grads, DATA) if DATA in mesh.axis_names else grads
+
+
+def _shared_dim(shape: Tree, num_stages: int) -> int | None:
+    """The largest dim that the stages can share equally."""
+    dims = [dim for dim, size in enumerate(shape) if size and size % num_stages == 0]
+    return max(dims, key=lambda dim: shape[dim], default=None)
