@@ -4,18 +4,24 @@ Plain gradient accumulation: a scan over the microbatches in order, autodiff thr
 model, sums in float32.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from jpipe.pipeline.stages import Loss, Params, Stages, Tree
+from jpipe.pipeline.losses import Loss, LossTerms, add_terms, loss_terms, no_terms
+from jpipe.pipeline.stages import Params, Stages, Tree
 
 
-def reference_value_and_grad(stages: Stages, loss: Loss) -> jax.stages.Wrapped:
+def reference_value_and_grad(
+    stages: Stages, loss: Loss, *, has_aux: bool = False
+) -> jax.stages.Wrapped:
     """The function that `pipeline_value_and_grad` must equal, without a pipeline.
 
     Args:
         stages: the model.
-        loss: `(outputs, targets) -> scalar`, the mean loss of a microbatch.
+        loss: `(outputs, targets) -> scalar`, the mean loss of a microbatch, or `-> LossTerms`.
+        has_aux: whether to return `LossTerms.aux` as well.
 
     Returns:
         A jitted `(params, inputs, targets) -> (loss, gradients)`; inputs and targets are pytrees
@@ -23,27 +29,32 @@ def reference_value_and_grad(stages: Stages, loss: Loss) -> jax.stages.Wrapped:
         gradients are at least float32.
     """
 
-    def microbatch_loss(params: Params, inputs: Tree, targets: Tree) -> jax.Array:
+    def microbatch_loss(params: Params, inputs: Tree, targets: Tree) -> tuple[jax.Array, LossTerms]:
         x = stages.body(params.body, stages.stem(params.stem, inputs))
-        return loss(stages.head(params.head, x), targets).astype(jnp.float32)
+        terms = loss_terms(loss(stages.head(params.head, x), targets))
+        return terms.total, terms
 
-    def value_and_grad(params: Params, inputs: Tree, targets: Tree) -> tuple[jax.Array, Params]:
+    def value_and_grad(params: Params, inputs: Tree, targets: Tree) -> tuple[Any, Params]:
         num_microbatches = jax.tree.leaves(inputs)[0].shape[0]
 
         def accumulate(
-            sums: tuple[jax.Array, Params], batch: tuple[Tree, Tree]
-        ) -> tuple[tuple[jax.Array, Params], None]:
-            total, grads = sums
-            value, pullback = jax.vjp(lambda p: microbatch_loss(p, *batch), params)
+            sums: tuple[LossTerms, Params], batch: tuple[Tree, Tree]
+        ) -> tuple[tuple[LossTerms, Params], None]:
+            terms, grads = sums
+            _, pullback, new = jax.vjp(lambda p: microbatch_loss(p, *batch), params, has_aux=True)
             (dparams,) = pullback(jnp.float32(1 / num_microbatches))
             grads = jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, dparams)
-            return (total + value, grads), None
+            return (add_terms(terms, new), grads), None
 
         zeros = jax.tree.map(
             lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params
         )
-        start = (jnp.zeros((), jnp.float32), zeros)
-        (total, grads), _ = jax.lax.scan(accumulate, start, (inputs, targets))
-        return total / num_microbatches, grads
+        first = jax.tree.map(lambda a: a[0], (inputs, targets))
+        nothing = no_terms(jax.eval_shape(microbatch_loss, params, *first)[1])
+        (terms, grads), _ = jax.lax.scan(accumulate, (nothing, zeros), (inputs, targets))
+        scale = num_microbatches / terms.weight
+        grads = jax.tree.map(lambda g: g * scale, grads)
+        mean = terms.total / terms.weight
+        return ((mean, terms.aux) if has_aux else mean), grads
 
     return jax.jit(value_and_grad)

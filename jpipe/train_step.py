@@ -37,15 +37,17 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What a step reports, float32 scalars.
+    """What a step reports; loss and norm are float32 scalars.
 
     Attributes:
         loss: mean loss of the batch, before the update.
         grad_norm: global norm of the gradients, before the optimizer clips them.
+        aux: what else the loss reports, see `jpipe.pipeline.LossTerms`.
     """
 
     loss: jax.Array
     grad_norm: jax.Array
+    aux: Tree = ()
 
 
 def state_shardings(
@@ -132,7 +134,7 @@ def make_train_step(
 
     Args:
         stages: the model.
-        loss: `(outputs, targets) -> scalar`, the mean loss of a microbatch.
+        loss: `(outputs, targets) -> scalar`, the mean loss of a microbatch, or `-> LossTerms`.
         optimizer: an optax optimizer.
         mesh: has the axis `stage`, and may have `data`.
         schedule: a table or the name of one, as for `pipeline_value_and_grad`.
@@ -145,7 +147,7 @@ def make_train_step(
     Raises:
         ValueError: as `pipeline_value_and_grad`.
     """
-    value_and_grad = pipeline_value_and_grad(stages, loss, mesh, schedule)
+    value_and_grad = pipeline_value_and_grad(stages, loss, mesh, schedule, has_aux=True)
 
     def train_step(state: TrainState, inputs: Tree, targets: Tree) -> tuple[TrainState, Metrics]:
         new, metrics = _update(value_and_grad, optimizer, state, inputs, targets)
@@ -159,7 +161,7 @@ def make_reference_step(
     stages: Stages, loss: Loss, optimizer: optax.GradientTransformation
 ) -> jax.stages.Wrapped:
     """The same step on one device, without a pipeline; takes and returns what a step does."""
-    value_and_grad = reference_value_and_grad(stages, loss)
+    value_and_grad = reference_value_and_grad(stages, loss, has_aux=True)
 
     def train_step(state: TrainState, inputs: Tree, targets: Tree) -> tuple[TrainState, Metrics]:
         return _update(value_and_grad, optimizer, state, inputs, targets)
@@ -168,13 +170,15 @@ def make_reference_step(
 
 
 def _update(
-    value_and_grad: Callable[[Params, Tree, Tree], tuple[jax.Array, Params]],
+    value_and_grad: Callable[[Params, Tree, Tree], tuple[tuple[jax.Array, Tree], Params]],
     optimizer: optax.GradientTransformation,
     state: TrainState,
     inputs: Tree,
     targets: Tree,
 ) -> tuple[TrainState, Metrics]:
-    value, grads = value_and_grad(state.params, inputs, targets)
+    (value, aux), grads = value_and_grad(state.params, inputs, targets)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    return TrainState(state.step + 1, params, opt_state), Metrics(value, optax.tree.norm(grads))
+    return TrainState(state.step + 1, params, opt_state), Metrics(
+        value, optax.tree.norm(grads), aux
+    )

@@ -28,7 +28,7 @@ def run(mesh, schedule="1f1b", steps=5):
     history = []
     for _ in range(steps):
         state, metrics = step(state, PROBLEM.inputs, PROBLEM.targets)
-        history.append(tuple(map(float, metrics)))
+        history.append((float(metrics.loss), float(metrics.grad_norm)))
     assert step._cache_size() == 1, "the second step must not compile again"
     return state, history
 
@@ -40,7 +40,7 @@ def run_reference(steps=5):
     history = []
     for _ in range(steps):
         state, metrics = step(state, PROBLEM.inputs, PROBLEM.targets)
-        history.append(tuple(map(float, metrics)))
+        history.append((float(metrics.loss), float(metrics.grad_norm)))
     return state, history
 
 

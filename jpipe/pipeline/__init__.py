@@ -4,10 +4,12 @@ from jpipe.pipeline.blocks import Recompute, repeat_block
 from jpipe.pipeline.evaluate import pipeline_evaluate, pipeline_predict
 from jpipe.pipeline.gradients import pipeline_value_and_grad
 from jpipe.pipeline.layout import batch_sharding, param_shardings
-from jpipe.pipeline.stages import Loss, Params, Stages
+from jpipe.pipeline.losses import Loss, LossTerms
+from jpipe.pipeline.stages import Params, Stages
 
 __all__ = [
     "Loss",
+    "LossTerms",
     "Params",
     "Recompute",
     "Stages",

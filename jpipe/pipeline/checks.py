@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jpipe.mesh import DATA, STAGE
-from jpipe.pipeline.stages import Loss, Params, Stages, Tree
+from jpipe.pipeline.losses import Loss, LossTerms
+from jpipe.pipeline.stages import Params, Stages, Tree
 from jpipe.schedule.table import Schedule
 
 
@@ -154,7 +155,9 @@ def check_stages(stages: Stages, params: Params, inputs: Tree, mesh: Mesh) -> No
         )
 
 
-def check_loss(stages: Stages, loss: Loss, params: Params, inputs: Tree, targets: Tree) -> None:
+def check_loss(
+    stages: Stages, loss: Loss, params: Params, inputs: Tree, targets: Tree, *, has_aux: bool
+) -> None:
     """Refuse a loss that is no floating-point scalar. Traces, but does not compile.
 
     Raises:
@@ -166,12 +169,16 @@ def check_loss(stages: Stages, loss: Loss, params: Params, inputs: Tree, targets
 
     x = stages.boundary(params.stem, inputs)
     value = jax.eval_shape(of_first, params.head, x, targets)
-    leaves = jax.tree.leaves(value)
-    scalar = len(leaves) == 1 and leaves[0].shape == ()
-    if not scalar or not jnp.issubdtype(leaves[0].dtype, jnp.floating):
+    aux = jax.tree.leaves(value.aux) if isinstance(value, LossTerms) else []
+    if aux and not has_aux:
+        raise ValueError("loss returns LossTerms with aux; pass has_aux=True to get it")
+    leaves = jax.tree.leaves(value[:2] if isinstance(value, LossTerms) else [value])
+    expected = 2 if isinstance(value, LossTerms) else 1
+    scalars = len(leaves) == expected and all(leaf.shape == () for leaf in leaves)
+    if not scalars or not jnp.issubdtype(leaves[0].dtype, jnp.floating):
         raise ValueError(
             f"loss returned {_describe(value)}; it must return one floating-point scalar, the mean "
-            "over the microbatch"
+            "over the microbatch, or LossTerms with a scalar total and weight"
         )
 
 

@@ -1,53 +1,63 @@
 """Losses and outputs of a pipelined model, without gradients."""
 
+from typing import Any
+
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jpipe.mesh import DATA, STAGE
+from jpipe.mesh import STAGE
 from jpipe.pipeline import checks, stash
 from jpipe.pipeline.forward import run_forward
 from jpipe.pipeline.layout import batch_spec, gather_params, param_specs
-from jpipe.pipeline.stages import Loss, Params, Stages, Tree
+from jpipe.pipeline.losses import Loss, LossTerms, add_terms, loss_terms, no_terms
+from jpipe.pipeline.stages import Params, Stages, Tree
 
 
-def pipeline_evaluate(stages: Stages, loss: Loss, mesh: Mesh) -> jax.stages.Wrapped:
+def pipeline_evaluate(
+    stages: Stages, loss: Loss, mesh: Mesh, *, has_aux: bool = False
+) -> jax.stages.Wrapped:
     """The mean loss, by a pipeline without backwards.
 
     Args:
         stages: the model.
-        loss: `(outputs, targets) -> scalar`, the mean loss of a microbatch.
+        loss: `(outputs, targets) -> scalar`, the mean loss of a microbatch, or `-> LossTerms`.
         mesh: has the axis `stage`, and may have `data`.
+        has_aux: whether to return `LossTerms.aux` as well.
 
     Returns:
-        A jitted `(params, inputs, targets) -> loss`; inputs and targets are pytrees of
-        `[M, microbatch, ...]` arrays, the loss a float32 scalar. It raises ValueError as
-        `pipeline_value_and_grad` does.
+        A jitted `(params, inputs, targets) -> loss`, or `-> (loss, aux)` with `has_aux`; inputs
+        and targets are pytrees of `[M, microbatch, ...]` arrays, the loss a float32 scalar. It
+        raises ValueError as `pipeline_value_and_grad` does.
 
     Raises:
         ValueError: if the mesh lacks `stage`.
     """
     checks.check_mesh(mesh)
-    num_data = mesh.shape.get(DATA, 1)
 
-    def evaluate(params: Params, inputs: Tree, targets: Tree) -> jax.Array:
+    def evaluate(params: Params, inputs: Tree, targets: Tree) -> Any:
         params = Params(*params)
-        num_microbatches = checks.check_batch(mesh, inputs=inputs, targets=targets)
+        checks.check_batch(mesh, inputs=inputs, targets=targets)
         checks.check_params(params, mesh)
         checks.check_stages(stages, params, inputs, mesh)
-        checks.check_loss(stages, loss, params, inputs, targets)
+        checks.check_loss(stages, loss, params, inputs, targets, has_aux=has_aux)
 
         specs = param_specs(mesh, params)
 
-        def on_stage(params: Params, inputs: Tree, targets: Tree) -> jax.Array:
+        def on_stage(params: Params, inputs: Tree, targets: Tree) -> Any:
             whole = gather_params(params, specs)
 
-            def add(total: jax.Array, outputs: Tree, i: jax.Array) -> jax.Array:
-                return total + loss(outputs, stash.read(targets, i)).astype(jnp.float32)
+            def terms_of(outputs: Tree, i: jax.Array | int) -> LossTerms:
+                return loss_terms(loss(outputs, stash.read(targets, i)))
 
-            nothing = jnp.zeros((), jnp.float32)
-            total = run_forward(stages, STAGE, mesh.shape[STAGE], whole, inputs, add, nothing)
-            return jax.lax.psum(total, mesh.axis_names) / (num_data * num_microbatches)
+            def add(terms: LossTerms, outputs: Tree, i: jax.Array) -> LossTerms:
+                return add_terms(terms, terms_of(outputs, i))
+
+            x = stages.boundary(whole.stem, inputs)
+            shapes = jax.eval_shape(lambda p, x: terms_of(stages.head(p, x), 0), whole.head, x)
+            nothing = no_terms(shapes)
+            terms = run_forward(stages, STAGE, mesh.shape[STAGE], whole, inputs, add, nothing)
+            total, weight, aux = jax.lax.psum(terms, mesh.axis_names)
+            return (total / weight, aux) if has_aux else total / weight
 
         return jax.shard_map(
             on_stage,

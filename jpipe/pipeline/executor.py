@@ -15,9 +15,10 @@ import jax.numpy as jnp
 
 from jpipe.pipeline import stash
 from jpipe.pipeline.control import send, when
+from jpipe.pipeline.losses import Loss, LossTerms, add_terms, loss_terms, no_terms
 from jpipe.pipeline.residuals import SplitGradient, split_gradient
 from jpipe.pipeline.rows import Phase, Row, table_rows
-from jpipe.pipeline.stages import Loss, Params, Stages, Tree
+from jpipe.pipeline.stages import Params, Stages, Tree
 from jpipe.schedule.slots import assign_slots
 from jpipe.schedule.table import Op, Schedule
 
@@ -31,7 +32,7 @@ class Carry(NamedTuple):
         kept: the stash, what each backward needs of its forward.
         tops: outputs of the body on the last stage, waiting for the head.
         grads: sums of gradients so far, at least float32.
-        loss: sum of the losses so far, float32.
+        terms: sums of the loss terms so far.
     """
 
     inbox: Tree
@@ -39,7 +40,7 @@ class Carry(NamedTuple):
     kept: list[jax.Array]
     tops: Tree
     grads: Params
-    loss: jax.Array
+    terms: LossTerms
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,13 +65,13 @@ class Executor:
     inputs: Tree
     targets: Tree
 
-    def run(self) -> tuple[jax.Array, Params]:
+    def run(self) -> tuple[LossTerms, Params]:
         """Run every tick.
 
         Returns:
-            The sum over the last stage's microbatches of their losses (0 on other stages) and the
-            gradients of its mean: of `body` for this stage's blocks, of `stem` and `head` where
-            this stage runs them and else 0.
+            The sums over the microbatches of their loss terms, on the last stage (0 on others),
+            and the gradients of the total divided by M: of `body` for this stage's blocks, of
+            `stem` and `head` where this stage runs them and else 0.
         """
         payload = self.stages.boundary(self.params.stem, self.inputs)
         split = split_gradient(self.stages.body, self.params.body, payload)
@@ -83,7 +84,14 @@ class Executor:
             return carry, None
 
         carry, _ = jax.lax.scan(group, self._start(split, payload), rows)
-        return carry.loss, carry.grads
+        return carry.terms, carry.grads
+
+    def _run_stem(self, params: Tree, microbatch: jax.Array | int) -> Tree:
+        return self.stages.stem(params, stash.read(self.inputs, microbatch))
+
+    def _run_head(self, params: Tree, y: Tree, microbatch: jax.Array | int) -> LossTerms:
+        targets = stash.read(self.targets, microbatch)
+        return loss_terms(self.loss(self.stages.head(params, y), targets))
 
     def _start(self, split: SplitGradient, payload: Tree) -> Carry:
         slots = assign_slots(self.schedule).per_stage
@@ -96,7 +104,7 @@ class Executor:
             grads=jax.tree.map(
                 lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), self.params
             ),
-            loss=jnp.zeros((), jnp.float32),
+            terms=no_terms(jax.eval_shape(self._run_head, self.params.head, payload, 0)),
         )
 
     def _tick(self, split: SplitGradient, carry: Carry, row: Row, phase: Phase) -> Carry:
@@ -112,48 +120,49 @@ class Executor:
         self, split: SplitGradient, carry: Carry, row: Row, ops: frozenset[Op]
     ) -> tuple[Tree, Carry]:
         """Run the operation of one row on what has arrived; return what it made."""
-        params, stages = self.params, self.stages
+        params = self.params
         stage = jax.lax.axis_index(self.axis)
         first, last = stage == 0, stage == self.schedule.num_stages - 1
         forward, backward = row.op == Op.FORWARD, row.op == Op.BACKWARD
-        payload, _, kept, tops, grads, loss = carry
+        payload, _, kept, tops, grads, terms = carry
 
-        def run_stem(params: Tree) -> Tree:
-            return stages.stem(params, stash.read(self.inputs, row.microbatch))
-
-        def run_head(params: Tree, y: Tree) -> jax.Array:
-            targets = stash.read(self.targets, row.microbatch)
-            return self.loss(stages.head(params, y), targets).astype(jnp.float32)
+        def stem(_: Tree) -> Tree:
+            return self._run_stem(params.stem, row.microbatch)
 
         def body(x: Tree, kept: Tree) -> tuple[Tree, Tree]:
             y, residuals = split.forward(params.body, x)
             return y, stash.write(kept, row.slot, residuals)
 
-        def head_backward(_: Tree, sums: Tree, total: jax.Array) -> tuple[Tree, Tree, jax.Array]:
-            value, pullback = jax.vjp(run_head, params.head, stash.read(tops, row.slot))
+        def head_backward(_: Tree, sums: Tree, terms: LossTerms) -> tuple[Tree, Tree, LossTerms]:
+            def total(params: Tree, y: Tree) -> tuple[jax.Array, LossTerms]:
+                terms = self._run_head(params, y, row.microbatch)
+                return terms.total, terms
+
+            y = stash.read(tops, row.slot)
+            _, pullback, new = jax.vjp(total, params.head, y, has_aux=True)
             dparams, dy = pullback(jnp.float32(1 / self.schedule.num_microbatches))
-            return dy, _add(sums, dparams), total + value
+            return dy, _add(sums, dparams), add_terms(terms, new)
 
         def body_backward(dy: Tree, sums: Tree) -> tuple[Tree, Tree]:
             dparams, dx = split.backward(params.body, stash.read(kept, row.slot), dy)
             return dx, _add(sums, dparams)
 
         def stem_backward(sums: Tree) -> Tree:
-            (dparams,) = jax.vjp(run_stem, params.stem)[1](payload)
-            return _add(sums, dparams)
+            _, pullback = jax.vjp(lambda p: self._run_stem(p, row.microbatch), params.stem)
+            return _add(sums, *pullback(payload))
 
         if Op.FORWARD in ops:
-            payload = when(forward & first, lambda _: run_stem(params.stem), payload)
+            payload = when(forward & first, stem, payload)
             payload, kept = when(forward, body, payload, kept)
             tops = when(forward & last, lambda t: stash.write(t, row.slot, payload), tops)
         if Op.BACKWARD in ops:
-            payload, head_sums, loss = when(
-                backward & last, head_backward, payload, grads.head, loss
+            payload, head_sums, terms = when(
+                backward & last, head_backward, payload, grads.head, terms
             )
             payload, body_sums = when(backward, body_backward, payload, grads.body)
             stem_sums = when(backward & first, stem_backward, grads.stem)
             grads = Params(stem_sums, body_sums, head_sums)
-        return payload, carry._replace(kept=kept, tops=tops, grads=grads, loss=loss)
+        return payload, carry._replace(kept=kept, tops=tops, grads=grads, terms=terms)
 
 
 def _add(sums: Tree, grads: Tree) -> Tree:

@@ -52,7 +52,3 @@ class Stages:
             return self.stem(params, jax.tree.map(lambda a: a[0], inputs))
 
         return jax.eval_shape(first, stem_params, inputs)
-
-
-Loss = Callable[[Tree, Tree], Any]
-"""`(outputs, targets) -> scalar`: the mean loss of one microbatch."""

@@ -35,7 +35,7 @@ def write(buffers: Tree, slot: jax.Array, contents: Tree) -> Tree:
     return jax.tree.map(replace, buffers, contents)
 
 
-def read(buffers: Tree, slot: jax.Array) -> Tree:
+def read(buffers: Tree, slot: jax.Array | int) -> Tree:
     """The contents of one slot; also one microbatch of `[M, ...]` arrays."""
     return jax.tree.map(
         lambda buffer: jax.lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False), buffers

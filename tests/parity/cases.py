@@ -18,13 +18,17 @@ CASES = list(itertools.product(SCHEDULES, STAGES, MICROBATCHES))
 TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2}
 
 
+def place(problem, mesh):
+    """Parameters, inputs and targets where the pipeline wants them."""
+    params = jax.device_put(problem.params, param_shardings(mesh, problem.params))
+    return params, *jax.device_put((problem.inputs, problem.targets), batch_sharding(mesh))
+
+
 def pipeline_numbers(problem, schedule, num_stages, num_data=1):
     """Loss and gradients by the pipeline."""
     mesh = make_mesh(num_stages, num_data)
-    params = jax.device_put(problem.params, param_shardings(mesh, problem.params))
-    batch = jax.device_put((problem.inputs, problem.targets), batch_sharding(mesh))
     run = pipeline_value_and_grad(problem.stages, problem.loss, mesh, schedule)
-    return run(params, *batch)
+    return run(*place(problem, mesh))
 
 
 def reference_numbers(problem):

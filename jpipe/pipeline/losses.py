@@ -1,0 +1,51 @@
+"""What a loss returns: a mean over equal microbatches, or a sum and what to divide it by."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Tree = Any
+
+
+class LossTerms(NamedTuple):
+    """A loss over examples that do not all count the same, such as tokens behind a mask.
+
+    Over a step the totals are summed, and so are the weights, and the loss is the one divided by
+    the other: the weighted mean over the whole batch, however it was cut into microbatches.
+
+    Attributes:
+        total: floating-point scalar, the sum over the microbatch of weight times loss.
+        weight: scalar, the sum over the microbatch of the weights; no gradient flows through it.
+        aux: pytree of arrays to report, such as the number of right guesses; summed over
+            microbatches and over the `data` axis.
+    """
+
+    total: jax.Array
+    weight: jax.Array
+    aux: Tree = ()
+
+
+Loss = Callable[[Tree, Tree], Any]
+"""`(outputs, targets) -> scalar`, the mean loss of one microbatch, or `-> LossTerms`."""
+
+
+def loss_terms(value: jax.Array | LossTerms) -> LossTerms:
+    """Terms in float32; a scalar counts as one example."""
+    terms = value if isinstance(value, LossTerms) else LossTerms(value, jnp.ones(()))
+    weight = jax.lax.stop_gradient(jnp.asarray(terms.weight, jnp.float32))
+    aux = jax.tree.map(lambda a: jax.lax.stop_gradient(jnp.asarray(a)), terms.aux)
+    return LossTerms(terms.total.astype(jnp.float32), weight, aux)
+
+
+def no_terms(like: Any) -> LossTerms:
+    """Zeros to sum up from, of the given shapes and dtypes."""
+    zeros: LossTerms = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+    return zeros
+
+
+def add_terms(sums: LossTerms, terms: LossTerms) -> LossTerms:
+    """One microbatch more."""
+    total: LossTerms = jax.tree.map(jnp.add, sums, terms)
+    return total
