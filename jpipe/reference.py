@@ -30,7 +30,7 @@ def reference_value_and_grad(
     """
 
     def microbatch_loss(params: Params, inputs: Tree, targets: Tree) -> tuple[jax.Array, LossTerms]:
-        x = stages.body(params.body, stages.stem(params.stem, inputs))
+        x = stages.run_body(params.body, stages.stem(params.stem, inputs))
         terms = loss_terms(loss(stages.head(params.head, x), targets))
         return terms.total, terms
 

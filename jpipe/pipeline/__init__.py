@@ -5,12 +5,14 @@ from jpipe.pipeline.evaluate import pipeline_evaluate, pipeline_predict
 from jpipe.pipeline.gradients import pipeline_value_and_grad
 from jpipe.pipeline.layout import batch_sharding, param_shardings
 from jpipe.pipeline.losses import Loss, LossTerms
+from jpipe.pipeline.per_stage import PerStage
 from jpipe.pipeline.stages import Params, Stages
 
 __all__ = [
     "Loss",
     "LossTerms",
     "Params",
+    "PerStage",
     "Recompute",
     "Stages",
     "batch_sharding",

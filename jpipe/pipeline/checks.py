@@ -1,11 +1,14 @@
 """Refuse what cannot work, by name, before anything compiles."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jpipe.mesh import DATA, STAGE
 from jpipe.pipeline.losses import Loss, LossTerms
+from jpipe.pipeline.per_stage import PerStage
 from jpipe.pipeline.stages import Params, Stages, Tree
 from jpipe.schedule.table import Schedule
 
@@ -96,6 +99,13 @@ def check_params(params: Params, mesh: Mesh) -> None:
         label = "params" + jax.tree_util.keystr(path)
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(f"{label} has dtype {leaf.dtype}; parameters must be floating-point")
+    if isinstance(params.body, PerStage):
+        if len(params.body) != num_stages:
+            raise ValueError(
+                f"params.body is for {len(params.body)} stages, the mesh has {num_stages}; cut the "
+                f"model into {num_stages}, or use a mesh of {len(params.body)}"
+            )
+        return
     blocks: dict[int, str] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params.body):
         label = "params.body" + jax.tree_util.keystr(path)
@@ -136,12 +146,12 @@ def check_stages(stages: Stages, params: Params, inputs: Tree, mesh: Mesh) -> No
     """
     num_stages = mesh.shape[STAGE]
     x = stages.boundary(params.stem, inputs)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(
-                f"the stem's output{jax.tree_util.keystr(path)} has dtype {leaf.dtype}; what "
-                "travels between stages must be floating-point, since gradients come back for it"
-            )
+    _check_floating("the stem", x)
+    if isinstance(stages.body, PerStage) != isinstance(params.body, PerStage):
+        raise ValueError("stages.body and params.body must both be PerStage, or neither")
+    if isinstance(stages.body, PerStage):
+        _check_each_stage(stages.body, params.body, x)
+        return
     blocks = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct((a.shape[0] // num_stages, *a.shape[1:]), a.dtype),
         params.body,
@@ -153,6 +163,32 @@ def check_stages(stages: Stages, params: Params, inputs: Tree, mesh: Mesh) -> No
             f"the output of stage 0 does not fit the input of {after}: the body makes "
             f"{_describe(y)} of {_describe(x)}; it must keep structure, shapes and dtypes"
         )
+
+
+def _check_floating(name: str, output: Tree) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(output):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"{name}'s output{jax.tree_util.keystr(path)} has dtype {leaf.dtype}; what "
+                "travels between stages must be floating-point, since gradients come back for it"
+            )
+
+
+def _check_each_stage(body: PerStage[Any], params: PerStage[Tree], x: Tree) -> None:
+    if len(body) != len(params):
+        raise ValueError(
+            f"stages.body has {len(body)} functions, params.body parameters for {len(params)}"
+        )
+    before = "the stem"
+    for s, (run, own) in enumerate(zip(body, params, strict=True)):
+        try:
+            y = jax.eval_shape(run, own, x)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"stage {s} does not take the output of {before}, {_describe(x)}: {error}"
+            ) from error
+        x, before = y, f"stage {s}"
+        _check_floating(before, x)
 
 
 def check_loss(
@@ -167,8 +203,8 @@ def check_loss(
     def of_first(head_params: Tree, x: Tree, targets: Tree) -> Tree:
         return loss(stages.head(head_params, x), jax.tree.map(lambda a: a[0], targets))
 
-    x = stages.boundary(params.stem, inputs)
-    value = jax.eval_shape(of_first, params.head, x, targets)
+    top = stages.top(params.body, stages.boundary(params.stem, inputs))
+    value = jax.eval_shape(of_first, params.head, top, targets)
     aux = jax.tree.leaves(value.aux) if isinstance(value, LossTerms) else []
     if aux and not has_aux:
         raise ValueError("loss returns LossTerms with aux; pass has_aux=True to get it")

@@ -10,7 +10,7 @@ from jpipe.pipeline import checks, stash
 from jpipe.pipeline.forward import run_forward
 from jpipe.pipeline.layout import batch_spec, gather_params, param_specs
 from jpipe.pipeline.losses import Loss, LossTerms, add_terms, loss_terms, no_terms
-from jpipe.pipeline.stages import Params, Stages, Tree
+from jpipe.pipeline.stages import Params, Stages, Tree, shapes_of
 
 
 def pipeline_evaluate(
@@ -41,7 +41,7 @@ def pipeline_evaluate(
         checks.check_stages(stages, params, inputs, mesh)
         checks.check_loss(stages, loss, params, inputs, targets, has_aux=has_aux)
 
-        specs = param_specs(mesh, params)
+        specs, body_shapes = param_specs(mesh, params), shapes_of(params.body)
 
         def on_stage(params: Params, inputs: Tree, targets: Tree) -> Any:
             whole = gather_params(params, specs)
@@ -52,10 +52,11 @@ def pipeline_evaluate(
             def add(terms: LossTerms, outputs: Tree, i: jax.Array) -> LossTerms:
                 return add_terms(terms, terms_of(outputs, i))
 
-            x = stages.boundary(whole.stem, inputs)
-            shapes = jax.eval_shape(lambda p, x: terms_of(stages.head(p, x), 0), whole.head, x)
-            nothing = no_terms(shapes)
-            terms = run_forward(stages, STAGE, mesh.shape[STAGE], whole, inputs, add, nothing)
+            top = stages.top(body_shapes, stages.boundary(whole.stem, inputs))
+            shapes = jax.eval_shape(lambda p, y: terms_of(stages.head(p, y), 0), whole.head, top)
+            terms = run_forward(
+                stages, mesh.shape[STAGE], whole, body_shapes, inputs, add, no_terms(shapes)
+            )
             total, weight, aux = jax.lax.psum(terms, mesh.axis_names)
             return (total / weight, aux) if has_aux else total / weight
 
@@ -93,18 +94,18 @@ def pipeline_predict(stages: Stages, mesh: Mesh) -> jax.stages.Wrapped:
         checks.check_params(params, mesh)
         checks.check_stages(stages, params, inputs, mesh)
 
-        specs = param_specs(mesh, params)
+        specs, body_shapes = param_specs(mesh, params), shapes_of(params.body)
 
         def on_stage(params: Params, inputs: Tree) -> Tree:
             whole = gather_params(params, specs)
-            x = stages.boundary(whole.stem, inputs)
-            outputs = jax.eval_shape(stages.head, whole.head, x)
+            top = stages.top(body_shapes, stages.boundary(whole.stem, inputs))
+            outputs = jax.eval_shape(stages.head, whole.head, top)
             empty = stash.empty(num_microbatches, outputs)
 
             def keep(buffers: Tree, outputs: Tree, i: jax.Array) -> Tree:
                 return stash.write(buffers, i, outputs)
 
-            kept = run_forward(stages, STAGE, mesh.shape[STAGE], whole, inputs, keep, empty)
+            kept = run_forward(stages, mesh.shape[STAGE], whole, body_shapes, inputs, keep, empty)
             return jax.tree.map(lambda a: a[None], kept)
 
         spec = PartitionSpec(STAGE, *batch_spec(mesh))

@@ -8,6 +8,7 @@ wait for ever.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,8 @@ import jax.numpy as jnp
 from jpipe.pipeline import stash
 from jpipe.pipeline.control import send, when
 from jpipe.pipeline.losses import Loss, LossTerms, add_terms, loss_terms, no_terms
-from jpipe.pipeline.residuals import SplitGradient, split_gradient
+from jpipe.pipeline.program import Program, body_program
+from jpipe.pipeline.residuals import SplitGradient
 from jpipe.pipeline.rows import Phase, Row, table_rows
 from jpipe.pipeline.stages import Params, Stages, Tree
 from jpipe.schedule.slots import assign_slots
@@ -52,7 +54,8 @@ class Executor:
         loss: the loss of a microbatch.
         schedule: the table.
         axis: name of the mesh axis of the stages.
-        params: this stage's parameters: `body` holds its own blocks only.
+        params: this stage's parameters, see `layout.gather_params`.
+        body_shapes: shapes and dtypes of the body's parameters, see `program.body_program`.
         inputs: pytree of `[M, microbatch, ...]` arrays.
         targets: pytree of `[M, microbatch, ...]` arrays.
     """
@@ -62,6 +65,7 @@ class Executor:
     schedule: Schedule
     axis: str
     params: Params
+    body_shapes: Tree
     inputs: Tree
     targets: Tree
 
@@ -73,33 +77,42 @@ class Executor:
             and the gradients of the total divided by M: of `body` for this stage's blocks, of
             `stem` and `head` where this stage runs them and else 0.
         """
-        payload = self.stages.boundary(self.params.stem, self.inputs)
-        split = split_gradient(self.stages.body, self.params.body, payload)
         phases, rows = table_rows(self.schedule, self.axis)
 
         def group(carry: Carry, rows: Row) -> tuple[Carry, None]:
             for k, phase in enumerate(phases):
                 row = jax.tree.map(lambda column, k=k: column[k], rows)
-                carry = self._tick(split, carry, row, phase)
+                carry = self._tick(carry, row, phase)
             return carry, None
 
-        carry, _ = jax.lax.scan(group, self._start(split, payload), rows)
+        carry, _ = jax.lax.scan(group, self._start(), rows)
         return carry.terms, carry.grads
 
+    @functools.cached_property
+    def _program(self) -> Program:
+        x = self.stages.boundary(self.params.stem, self.inputs)
+        return body_program(self.stages, self.axis, self.params.body, self.body_shapes, x)
+
+    @functools.cached_property
+    def _split(self) -> SplitGradient:
+        return self._program.split()
+
     def _run_stem(self, params: Tree, microbatch: jax.Array | int) -> Tree:
-        return self.stages.stem(params, stash.read(self.inputs, microbatch))
+        x = self.stages.stem(params, stash.read(self.inputs, microbatch))
+        return self._program.enter(x)
 
-    def _run_head(self, params: Tree, y: Tree, microbatch: jax.Array | int) -> LossTerms:
-        targets = stash.read(self.targets, microbatch)
-        return loss_terms(self.loss(self.stages.head(params, y), targets))
+    def _run_head(self, params: Tree, payload: Tree, microbatch: jax.Array | int) -> LossTerms:
+        outputs = self.stages.head(params, self._program.leave(payload))
+        return loss_terms(self.loss(outputs, stash.read(self.targets, microbatch)))
 
-    def _start(self, split: SplitGradient, payload: Tree) -> Carry:
+    def _start(self) -> Carry:
         slots = assign_slots(self.schedule).per_stage
+        payload = self._program.payload
         nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), payload)
         return Carry(
             inbox=nothing,
             outbox=nothing if self.schedule.hop == 2 else None,
-            kept=stash.empty(int(slots.max()), split.kept),
+            kept=stash.empty(int(slots.max()), self._split.kept),
             tops=stash.empty(int(slots[-1]), payload),
             grads=jax.tree.map(
                 lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), self.params
@@ -107,18 +120,16 @@ class Executor:
             terms=no_terms(jax.eval_shape(self._run_head, self.params.head, payload, 0)),
         )
 
-    def _tick(self, split: SplitGradient, carry: Carry, row: Row, phase: Phase) -> Carry:
+    def _tick(self, carry: Carry, row: Row, phase: Phase) -> Carry:
         """Run one row, and send what it made, or with hop 2 what the row before made."""
         if self.schedule.hop == 1:
-            made, carry = self._operate(split, carry, row, phase.ops)
+            made, carry = self._operate(carry, row, phase.ops)
             return carry._replace(inbox=send(made, self.schedule, phase, row, self.axis))
         arrived = send(carry.outbox, self.schedule, phase, row, self.axis)
-        made, carry = self._operate(split, carry, row, phase.ops)
+        made, carry = self._operate(carry, row, phase.ops)
         return carry._replace(inbox=arrived, outbox=made)
 
-    def _operate(
-        self, split: SplitGradient, carry: Carry, row: Row, ops: frozenset[Op]
-    ) -> tuple[Tree, Carry]:
+    def _operate(self, carry: Carry, row: Row, ops: frozenset[Op]) -> tuple[Tree, Carry]:
         """Run the operation of one row on what has arrived; return what it made."""
         params = self.params
         stage = jax.lax.axis_index(self.axis)
@@ -130,7 +141,7 @@ class Executor:
             return self._run_stem(params.stem, row.microbatch)
 
         def body(x: Tree, kept: Tree) -> tuple[Tree, Tree]:
-            y, residuals = split.forward(params.body, x)
+            y, residuals = self._split.forward(params.body, x)
             return y, stash.write(kept, row.slot, residuals)
 
         def head_backward(_: Tree, sums: Tree, terms: LossTerms) -> tuple[Tree, Tree, LossTerms]:
@@ -144,7 +155,7 @@ class Executor:
             return dy, _add(sums, dparams), add_terms(terms, new)
 
         def body_backward(dy: Tree, sums: Tree) -> tuple[Tree, Tree]:
-            dparams, dx = split.backward(params.body, stash.read(kept, row.slot), dy)
+            dparams, dx = self._split.backward(params.body, stash.read(kept, row.slot), dy)
             return dx, _add(sums, dparams)
 
         def stem_backward(sums: Tree) -> Tree:

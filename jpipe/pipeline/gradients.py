@@ -11,7 +11,7 @@ from jpipe.pipeline.executor import Executor
 from jpipe.pipeline.layout import batch_spec, gather_params, param_specs, reduce_grads
 from jpipe.pipeline.losses import Loss
 from jpipe.pipeline.retrace import warn_if_compiled_again
-from jpipe.pipeline.stages import Params, Stages, Tree
+from jpipe.pipeline.stages import Params, Stages, Tree, shapes_of
 from jpipe.schedule.check import check_schedule
 from jpipe.schedule.registry import SCHEDULES, make_schedule
 from jpipe.schedule.table import Schedule
@@ -72,18 +72,20 @@ def pipeline_value_and_grad(
         checks.check_stages(stages, params, inputs, mesh)
         checks.check_loss(stages, loss, params, inputs, targets, has_aux=has_aux)
         shapes = tuple((a.shape, str(a.dtype)) for a in jax.tree.leaves((params, inputs, targets)))
-        functions = {"stem": stages.stem, "body": stages.body, "head": stages.head, "loss": loss}
-        warn_if_compiled_again(functions, table.name, mesh, shapes)
+        warn_if_compiled_again(stages, loss, table.name, mesh, shapes)
 
         specs = param_specs(mesh, params)
+        body_shapes = shapes_of(params.body)
 
         def on_stage(params: Params, inputs: Tree, targets: Tree) -> tuple[Any, Params]:
             whole = gather_params(params, specs)
-            terms, grads = Executor(stages, loss, table, STAGE, whole, inputs, targets).run()
+            terms, grads = Executor(
+                stages, loss, table, STAGE, whole, body_shapes, inputs, targets
+            ).run()
             total, weight, aux = jax.lax.psum(terms, mesh.axis_names)  # 0 but on the last stage
             # So far the gradients are of the total divided by M.
             scale = num_microbatches / weight
-            grads = jax.tree.map(lambda g: g * scale, reduce_grads(grads, specs, mesh))
+            grads = jax.tree.map(lambda g: g * scale, reduce_grads(grads, params, specs, mesh))
             return ((total / weight, aux) if has_aux else total / weight), grads
 
         return jax.shard_map(

@@ -1,18 +1,24 @@
 """How parameters, gradients and batches lie on the mesh.
 
-The blocks of the body lie on their stages. Stem and head are each used by one stage, but every
-device runs the same program with arrays of the same shapes, so none can have a parameter that the
-others lack. They are stored in equal shares over the `stage` axis, and so is what the optimizer
-keeps for them; a step gathers them once before its first tick and scatters their gradients once
-after its last. That is how ZeRO stores parameters over data-parallel devices (Rajbhandari et al.,
-2020, arXiv 1910.02054), here over stages.
+The blocks of a body of equal stages lie on their stages. All other parameters, of stem, head and
+stages that differ, are each used by one stage; but every device runs the same program with arrays
+of the same shapes, so none can have a parameter that the others lack. They are stored in equal
+shares over the `stage` axis, and so is what the optimizer keeps for them, whatever the stages
+weigh. A step brings them to where they are used once before its first tick, and shares out their
+gradients once after its last. That is how ZeRO stores parameters over data-parallel devices
+(Rajbhandari et al., 2020, arXiv 1910.02054), here over stages. A parameter keeps its name, shape
+and place in the tree.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.mesh import DATA, STAGE
+from jpipe.pipeline.owners import Owners
+from jpipe.pipeline.per_stage import PerStage
 from jpipe.pipeline.stages import Params, Tree
 
 
@@ -42,9 +48,13 @@ def param_specs(mesh: Mesh, params: Params) -> Params:
         dim = _shared_dim(jnp.shape(leaf), mesh.shape[STAGE])
         return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, STAGE)
 
+    def stacked(_: Any) -> PartitionSpec:
+        return PartitionSpec(STAGE)
+
+    place = share if isinstance(params.body, PerStage) else stacked
     return Params(
         stem=jax.tree.map(share, params.stem),
-        body=jax.tree.map(lambda _: PartitionSpec(STAGE), params.body),
+        body=jax.tree.map(place, params.body),
         head=jax.tree.map(share, params.head),
     )
 
@@ -60,11 +70,15 @@ def param_shardings(mesh: Mesh, params: Params) -> Params:
 
 
 def gather_params(params: Params, specs: Params) -> Params:
-    """This device's share of the parameters, made whole for stem and head.
+    """This device's share of the parameters, made ready for the stage it runs.
 
     Args:
         params: what `param_specs` leaves of the parameters on a device.
         specs: those specs.
+
+    Returns:
+        Stem and head whole; of the body the stage's own blocks, or packed vectors of its own
+        parameters if the stages differ.
     """
 
     def gather(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -72,20 +86,22 @@ def gather_params(params: Params, specs: Params) -> Params:
             return leaf
         return jax.lax.all_gather(leaf, STAGE, axis=spec.index(STAGE), tiled=True)
 
+    body = params.body
     return Params(
         stem=jax.tree.map(gather, params.stem, specs.stem),
-        body=params.body,
+        body=Owners(body, specs.body).bring(body) if isinstance(body, PerStage) else body,
         head=jax.tree.map(gather, params.head, specs.head),
     )
 
 
-def reduce_grads(grads: Params, specs: Params, mesh: Mesh) -> Params:
+def reduce_grads(grads: Params, params: Params, specs: Params, mesh: Mesh) -> Params:
     """Sum gradients over the devices, and leave each with its share; the inverse of the gather.
 
     Args:
-        grads: of the blocks of this stage, and of the whole stem and head: zeros except on the
-            stage that runs them.
-        specs: how the gradients are to lie.
+        grads: of the body of this stage, as `gather_params` has it, and of the whole stem and
+            head: zeros except on the stage that runs them.
+        params: what `param_specs` leaves of the parameters on a device.
+        specs: those specs.
         mesh: the mesh.
     """
 
@@ -95,9 +111,12 @@ def reduce_grads(grads: Params, specs: Params, mesh: Mesh) -> Params:
         dim = spec.index(STAGE)
         return jax.lax.psum_scatter(leaf, STAGE, scatter_dimension=dim, tiled=True)
 
+    body = grads.body
+    if isinstance(params.body, PerStage):
+        body = Owners(params.body, specs.body).share_out(body)
     grads = Params(
         stem=jax.tree.map(over_stages, grads.stem, specs.stem),
-        body=grads.body,
+        body=body,
         head=jax.tree.map(over_stages, grads.head, specs.head),
     )
     return jax.lax.psum(grads, DATA) if DATA in mesh.axis_names else grads

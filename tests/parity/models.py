@@ -1,12 +1,13 @@
 """Small models of different kinds, each as stages, parameters and a batch."""
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jpipe.pipeline import Params, Stages, repeat_block
+from jpipe.pipeline import Params, PerStage, Stages, repeat_block
 
 
 class Problem(NamedTuple):
@@ -77,4 +78,40 @@ def two_streams(num_blocks, num_microbatches, *, size=4, narrow=jnp.float32):
         params,
         inputs,
         targets,
+    )
+
+
+def uneven(widths, num_microbatches, *, size=4):
+    """Stages of different depth, parameter trees and widths; `widths` at each boundary."""
+    num_stages = len(widths) - 1
+    keys = jax.random.split(jax.random.key(0), num_stages + 4)
+
+    def parameters(stage):
+        sizes = [widths[stage]] + [widths[stage + 1]] * (stage % 3 + 1)
+        draw = jax.random.split(keys[stage], len(sizes))
+        weights = [normal(k, *pair) for k, pair in zip(draw, itertools.pairwise(sizes))]
+        return {"w": weights, "scale": jnp.float32(1.5)} if stage % 2 else tuple(weights)
+
+    def plain(p, x):
+        for w in p:
+            x = jnp.tanh(x @ w)
+        return x
+
+    def scaled(p, x):
+        return plain(p["w"], x) * p["scale"] + jnp.sin(x).sum(-1, keepdims=True)
+
+    return Problem(
+        Stages(
+            stem=lambda p, x: x @ p,
+            body=PerStage(*(scaled if s % 2 else plain for s in range(num_stages))),
+            head=lambda p, x: x @ p,
+        ),
+        lambda y, t: jnp.mean((y - t) ** 2),
+        Params(
+            stem=normal(keys[-4], 5, widths[0]),
+            body=PerStage(*map(parameters, range(num_stages))),
+            head=normal(keys[-3], widths[-1], 3),
+        ),
+        jax.random.normal(keys[-2], (num_microbatches, size, 5)),
+        jax.random.normal(keys[-1], (num_microbatches, size, 3)),
     )
