@@ -89,7 +89,9 @@ def uneven(widths, num_microbatches, *, size=4):
     def parameters(stage):
         sizes = [widths[stage]] + [widths[stage + 1]] * (stage % 3 + 1)
         draw = jax.random.split(keys[stage], len(sizes))
-        weights = [normal(k, *pair) for k, pair in zip(draw, itertools.pairwise(sizes))]
+        weights = [
+            normal(k, *pair) for k, pair in zip(draw, itertools.pairwise(sizes), strict=False)
+        ]
         return {"w": weights, "scale": jnp.float32(1.5)} if stage % 2 else tuple(weights)
 
     def plain(p, x):
