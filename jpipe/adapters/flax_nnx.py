@@ -1,11 +1,13 @@
 """A flax.nnx model as pipeline stages, and its parameters in both forms.
 
 The plain form is what Flax users know: the nested dict of `nnx.to_pure_dict(nnx.state(model))`.
-The pipelined form is `Params`, in which the blocks are stacked.
+The pipelined form is `Params`: the blocks stacked if they are alike and the stages divide them,
+else a `PerStage` of the blocks of each stage, by their number in the model.
 """
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jpipe.pipeline import Params, Recompute, Stages, repeat_block
+from jpipe.adapters.split import balanced_split, check_split_points, flops
+from jpipe.pipeline import Params, PerStage, Recompute, Stages, repeat_block
 
 Tree = Any
 
@@ -28,12 +31,15 @@ class NnxPipeline:
         init: `(rngs) -> Params`, the parameters that the model's own constructor makes. Jit it
             with `out_shardings` and no device ever holds them all.
         names: the model's attributes for stem, body and head.
+        split_points: the first block of each stage but the first; None if the blocks are stacked
+            and any number of stages that divides them will do.
     """
 
     stages: Stages
     num_blocks: int
     init: Callable[[nnx.Rngs], Params]
     names: tuple[str, str, str]
+    split_points: tuple[int, ...] | None = None
 
     def to_plain(self, params: Params) -> dict[str, Tree]:
         """Parameters in the model's own form, as NumPy arrays on the host.
@@ -42,7 +48,12 @@ class NnxPipeline:
         """
         stem, body, head = self.names
         arrays = jax.tree.map(np.asarray, Params(*params))
-        blocks = {k: jax.tree.map(lambda a, k=k: a[k], arrays.body) for k in range(self.num_blocks)}
+        if isinstance(arrays.body, PerStage):
+            blocks = {k: block for own in arrays.body for k, block in own.items()}
+        else:
+            blocks = {
+                k: jax.tree.map(lambda a, k=k: a[k], arrays.body) for k in range(self.num_blocks)
+            }
         return {stem: arrays.stem, body: blocks, head: arrays.head}
 
     def from_plain(self, plain: dict[str, Tree]) -> Params:
@@ -58,7 +69,7 @@ class NnxPipeline:
                 f"{self.num_blocks}; load those of the same model"
             )
         blocks = [plain[body][k] for k in range(self.num_blocks)]
-        return Params(plain[stem], jax.tree.map(lambda *a: np.stack(a), *blocks), plain[head])
+        return Params(plain[stem], _lay_out(blocks, self.split_points), plain[head])
 
 
 def pipeline_from_nnx(
@@ -68,46 +79,112 @@ def pipeline_from_nnx(
     body: str,
     head: str,
     recompute: Recompute = "none",
+    num_stages: int | None = None,
+    split_points: Sequence[int] | None = None,
+    inputs: Tree = None,
 ) -> NnxPipeline:
     """Cut a flax.nnx model into pipeline stages.
 
     The model must compute `head(body[-1](...body[0](stem(inputs))))`.
 
+    If all blocks are alike and the stages divide them, the stages are alike as well, and nothing
+    but the model is needed. Blocks that differ, in code, parameters or shapes, or that do not
+    divide, need `num_stages` and either `split_points` or `inputs`, to balance the stages by the
+    floating-point operations of their blocks.
+
     Args:
         make_model: `(rngs) -> model`; traced for shapes only.
         stem: the model's attribute that maps inputs to activations.
-        body: the attribute that holds the blocks, an `nnx.List` of equal modules.
+        body: the attribute that holds the blocks, an `nnx.List` of modules.
         head: the attribute that maps activations to outputs.
         recompute: what the backward computes again, see `jpipe.pipeline.repeat_block`.
+        num_stages: P, if the stages may differ.
+        split_points: the first block of each stage but the first.
+        inputs: the inputs of one microbatch, or their shapes and dtypes.
 
     Raises:
-        ValueError: if an attribute is missing, the blocks differ, other parts of the model hold
-            parameters, or the model holds state other than parameters.
+        ValueError: if an attribute is missing, blocks differ without `num_stages`, the split
+            points do not fit, other parts of the model hold parameters, or the model holds state
+            other than parameters.
     """
     model = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
     names = (stem, body, head)
     _check_parts(model, names)
     blocks = list(getattr(model, body))
-    stem_graph, head_graph = nnx.graphdef(getattr(model, stem)), nnx.graphdef(getattr(model, head))
-    block_graph = _common_graph(blocks, body)
-
-    def caller(graph: Any) -> Callable[[Tree, Tree], Tree]:
-        def call(params: Tree, x: Tree) -> Tree:
-            return nnx.merge(graph, nnx.State(params))(x)
-
-        return call
+    ends = [_caller(nnx.graphdef(getattr(model, name))) for name in (stem, head)]
+    difference = _difference(blocks, body)
+    alike = difference is None and (num_stages is None or len(blocks) % num_stages == 0)
+    cuts: tuple[int, ...] | None = None
+    if split_points is not None or not alike:
+        if num_stages is None:
+            raise ValueError(f"{difference}; give num_stages, so that each stage gets its own")
+        if split_points is None:
+            cuts = _balance(model, names, num_stages, inputs)
+        else:
+            check_split_points(split_points, len(blocks), num_stages)
+            cuts = tuple(split_points)
 
     def init(rngs: nnx.Rngs) -> Params:
         plain = nnx.to_pure_dict(nnx.state(make_model(rngs)))
-        stacked = jax.tree.map(lambda *a: jnp.stack(a), *plain[body].values())
-        return Params(plain[stem], stacked, plain[head])
+        return Params(plain[stem], _lay_out(list(plain[body].values()), cuts), plain[head])
 
-    stages = Stages(
-        stem=caller(stem_graph),
-        body=repeat_block(caller(block_graph), recompute),
-        head=caller(head_graph),
-    )
-    return NnxPipeline(stages, len(blocks), init, names)
+    callers = [_caller(nnx.graphdef(block)) for block in blocks]
+    if cuts is None:
+        run: Any = repeat_block(callers[0], recompute)
+    else:
+        run = PerStage(*(_run_blocks(callers, r, recompute) for r in _ranges(len(blocks), cuts)))
+    return NnxPipeline(Stages(ends[0], run, ends[1]), len(blocks), init, names, cuts)
+
+
+def _caller(graph: Any) -> Callable[[Tree, Tree], Tree]:
+    def call(params: Tree, x: Tree) -> Tree:
+        return nnx.merge(graph, nnx.State(params))(x)
+
+    return call
+
+
+def _run_blocks(
+    callers: Sequence[Callable[[Tree, Tree], Tree]], which: range, recompute: Recompute
+) -> Callable[[Tree, Tree], Tree]:
+    """The function of a stage that runs blocks of its own."""
+
+    def run(params: Tree, x: Tree) -> Tree:
+        for k in which:
+            call = jax.checkpoint(callers[k]) if recompute == "block" else callers[k]
+            x = call(params[k], x)
+        return x
+
+    return jax.checkpoint(run, prevent_cse=False) if recompute == "stage" else run
+
+
+def _ranges(num_blocks: int, cuts: Sequence[int]) -> list[range]:
+    """The blocks of each stage."""
+    return [range(a, b) for a, b in itertools.pairwise([0, *cuts, num_blocks])]
+
+
+def _lay_out(blocks: list[Tree], cuts: Sequence[int] | None) -> Tree:
+    """The parameters of blocks as those of a body."""
+    if cuts is None:
+        return jax.tree.map(lambda *a: jnp.stack(a), *blocks)
+    return PerStage(*({k: blocks[k] for k in r} for r in _ranges(len(blocks), cuts)))
+
+
+def _balance(
+    model: nnx.Module, names: tuple[str, str, str], num_stages: int, inputs: Tree
+) -> tuple[int, ...]:
+    """Split points that balance the operations of the stages."""
+    if inputs is None:
+        raise ValueError(
+            f"inputs=None: to balance {num_stages} stages give the inputs of one microbatch, or "
+            "say where to cut with split_points"
+        )
+    stem, body, head = (getattr(model, name) for name in names)
+    x, costs = inputs, []
+    for module in (stem, *body, head):
+        call, params = _caller(nnx.graphdef(module)), nnx.to_pure_dict(nnx.state(module))
+        costs.append(flops(call, params, x))
+        x = jax.eval_shape(call, params, x)
+    return balanced_split(costs[1:-1], num_stages, first=costs[0], last=costs[-1])
 
 
 def _check_parts(model: nnx.Module, names: tuple[str, str, str]) -> None:
@@ -133,8 +210,8 @@ def _check_parts(model: nnx.Module, names: tuple[str, str, str]) -> None:
             )
 
 
-def _common_graph(blocks: list[nnx.Module], name: str) -> Any:
-    """The graph of the blocks, which must be the same module with parameters of the same shapes."""
+def _difference(blocks: list[nnx.Module], name: str) -> str | None:
+    """How one block differs from the first, if one does."""
     first = blocks[0]
 
     def shapes(block: nnx.Module) -> Tree:
@@ -142,13 +219,13 @@ def _common_graph(blocks: list[nnx.Module], name: str) -> Any:
 
     for k, block in enumerate(blocks):
         if type(block) is not type(first) or nnx.graphdef(block) != nnx.graphdef(first):
-            raise ValueError(
-                f"{name}[{k}] is another {type(block).__name__} than {name}[0], a "
-                f"{type(first).__name__}; all blocks of the body must be built alike"
+            return (
+                f"{name}[{k}], a {type(block).__name__}, is built otherwise than {name}[0], a "
+                f"{type(first).__name__}"
             )
         if shapes(block) != shapes(first):
-            raise ValueError(
+            return (
                 f"the parameters of {name}[{k}] differ in shape or dtype from those of {name}[0]: "
-                f"{shapes(block)} and {shapes(first)}; all blocks of the body must be built alike"
+                f"{shapes(block)} and {shapes(first)}"
             )
-    return nnx.graphdef(first)
+    return None

@@ -10,7 +10,6 @@ from jpipe.adapters import pipeline_from_nnx
 from jpipe.mesh import make_mesh
 from jpipe.models import GPT, GPTConfig, next_token_loss
 from jpipe.pipeline import param_shardings
-from jpipe.schedule import SCHEDULES
 
 CONFIG = GPTConfig(vocab_size=17, context=6, layers=4, width=8, heads=2)
 
@@ -44,9 +43,17 @@ def plain_numbers(num_microbatches):
     return value, nnx.to_pure_dict(grads)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("num_stages", "num_data"), [(1, 1), (4, 1), (2, 2)])
-@pytest.mark.parametrize("recompute", ["none", "stage"])
+@pytest.mark.parametrize(
+    ("schedule", "num_stages", "num_data", "recompute"),
+    [
+        ("1f1b", 1, 1, "none"),
+        ("1f1b", 4, 1, "none"),
+        ("1f1b", 4, 1, "stage"),
+        ("1f1b", 2, 2, "block"),
+        ("1f1b-overlap", 4, 1, "none"),
+        ("gpipe", 2, 2, "none"),
+    ],
+)
 def test_gpt_has_the_numbers_of_plain_flax(schedule, num_stages, num_data, recompute):
     pipe = gpt_pipeline(recompute)
     problem = Problem(pipe.stages, next_token_loss, pipe.init(nnx.Rngs(0)), *tokens(5))
@@ -105,7 +112,7 @@ BAD = {
     ),
     "settings": (
         lambda r: Parts(r, [linear(r), linear(r, use_bias=False)]),
-        ["blocks[1]", "built alike"],
+        ["blocks[1]", "num_stages"],
     ),
     "outside": (lambda r: Parts(r, [linear(r)], extra=linear(r)), ["extra.", "stem, blocks, head"]),
     "state": (lambda r: Parts(r, [nnx.BatchNorm(4, rngs=r)]), ["BatchStat", "not supported"]),
@@ -133,3 +140,113 @@ def test_parameters_of_another_depth_are_refused():
     del plain["blocks"][3]
     with pytest.raises(ValueError, match="3 blocks in 'blocks', the model has 4"):
         pipe.from_plain(plain)
+
+
+class Bottleneck(nnx.Module):
+    """A block that changes the width of what it passes on."""
+
+    def __init__(self, before, after, rngs):
+        self.inner = nnx.Linear(before, 2 * after, rngs=rngs)
+        self.outer = nnx.Linear(2 * after, after, rngs=rngs)
+
+    def __call__(self, x):
+        return self.outer(nnx.gelu(self.inner(x)))
+
+
+class Funnel(nnx.Module):
+    """Blocks of different kinds and widths."""
+
+    def __init__(self, rngs):
+        self.stem = nnx.Linear(5, 16, rngs=rngs)
+        self.blocks = nnx.List(
+            [
+                Bottleneck(16, 12, rngs),
+                nnx.LayerNorm(12, rngs=rngs),
+                Bottleneck(12, 12, rngs),
+                nnx.Linear(12, 6, use_bias=False, rngs=rngs),
+                Bottleneck(6, 4, rngs),
+            ]
+        )
+        self.head = nnx.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def square(outputs, targets):
+    return jnp.mean((outputs - targets) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "split_points", "recompute"),
+    [(2, None, "none"), (4, None, "block"), (3, (1, 4), "stage")],
+)
+def test_blocks_that_differ_have_the_numbers_of_plain_flax(num_stages, split_points, recompute):
+    inputs = np.random.default_rng(0).normal(size=(4, 2, 5)).astype(np.float32)
+    targets = np.random.default_rng(1).normal(size=(4, 2, 3)).astype(np.float32)
+    pipe = pipeline_from_nnx(
+        Funnel,
+        stem="stem",
+        body="blocks",
+        head="head",
+        recompute=recompute,
+        num_stages=num_stages,
+        split_points=split_points,
+        inputs=inputs[0],
+    )
+    problem = Problem(pipe.stages, square, pipe.init(nnx.Rngs(0)), inputs, targets)
+    loss, grads = pipeline_numbers(problem, "1f1b", num_stages)
+
+    def whole(model):
+        return square(model(inputs.reshape(-1, 5)), targets.reshape(-1, 3))
+
+    expected, expected_grads = nnx.jit(nnx.value_and_grad(whole))(Funnel(nnx.Rngs(0)))
+    grads = jax.tree.map(jnp.asarray, pipe.to_plain(grads))
+    assert_same((loss, grads), (expected, nnx.to_pure_dict(expected_grads)), 2e-6)
+
+
+@pytest.mark.parametrize("num_stages", [3, 4])
+def test_layers_that_do_not_divide_are_all_there_once(num_stages):
+    config = GPTConfig(vocab_size=17, context=6, layers=5, width=8, heads=2)
+    pipe = pipeline_from_nnx(
+        lambda rngs: GPT(config, rngs=rngs),
+        stem="embedding",
+        body="blocks",
+        head="head",
+        num_stages=num_stages,
+        inputs=tokens(1)[0][0],
+    )
+    params = pipe.init(nnx.Rngs(0))
+    assert [k for own in params.body for k in own] == [0, 1, 2, 3, 4]
+    assert max(len(own) for own in params.body) == 2
+    plain = nnx.to_pure_dict(nnx.state(GPT(config, rngs=nnx.Rngs(0))))
+    assert_equal_trees(pipe.to_plain(params), plain)
+    assert_equal_trees(tuple(pipe.from_plain(plain)), tuple(params))
+    problem = Problem(pipe.stages, next_token_loss, params, *tokens(3))
+    stacked = pipeline_from_nnx(
+        lambda rngs: GPT(config, rngs=rngs), stem="embedding", body="blocks", head="head"
+    )
+    alone = Problem(stacked.stages, next_token_loss, stacked.init(nnx.Rngs(0)), *tokens(3))
+    loss, grads = pipeline_numbers(problem, "1f1b", num_stages)
+    expected, expected_grads = pipeline_numbers(alone, "1f1b", 1)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    for a, b in zip(
+        jax.tree.leaves(pipe.to_plain(grads)),
+        jax.tree.leaves(stacked.to_plain(expected_grads)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(a, b, atol=2e-6 * np.abs(b).max())
+
+
+def test_cuts_that_do_not_fit_are_refused():
+    parts = {"stem": "stem", "body": "blocks", "head": "head"}
+    for cuts in [(1,), (2, 2), (3, 1), (0, 2), (2, 5)]:
+        with pytest.raises(ValueError, match=r"split_points=.*2 rising numbers between 1 and 4"):
+            pipeline_from_nnx(Funnel, **parts, num_stages=3, split_points=cuts)
+    with pytest.raises(ValueError, match="5 layers cannot be cut into 6 stages"):
+        pipeline_from_nnx(Funnel, **parts, num_stages=6, inputs=np.zeros((2, 5), np.float32))
+    with pytest.raises(ValueError, match=r"inputs=None.*split_points"):
+        pipeline_from_nnx(Funnel, **parts, num_stages=3)
