@@ -104,7 +104,3 @@ def test_large_costs(problem, scale):
 )
 def test_by_hand(cost, edges, sources, targets, cut):
     assert minimum_vertex_cut(cost, edges, sources, targets) == cut
-
-
-def test_no_vertices():
-    assert minimum_vertex_cut([], [], [], []) == []

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import jax
@@ -28,6 +29,8 @@ ROUTES = {
     "1f1b": [{(0, 1), (1, 0), (2, 3), (3, 2)}, {(1, 2), (2, 1)}],
     "1f1b-overlap": [UP, DOWN],
 }
+# Each schedule keeping all, and computing again; by the block in one of them.
+RECOMPUTE = [*itertools.product(SCHEDULES, ("none", "stage")), ("1f1b", "block")]
 PASSES_ON = {"parameter", "get-tuple-element", "tuple", "bitcast", "conditional"}
 
 
@@ -138,8 +141,7 @@ def test_operations_stay_conditional(schedule, count):
     assert sum(i.opcode == "conditional" for i in loop) == count
 
 
-@pytest.mark.parametrize("recompute", ["none", "block", "stage"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "recompute"), RECOMPUTE)
 def test_nothing_is_computed_in_a_bubble(schedule, recompute):
     found = compiled(schedule, 8, recompute)
     assert not [i for i in found.in_loop(enter_branches=False) if i.is_matmul]
@@ -149,8 +151,7 @@ def test_nothing_is_computed_in_a_bubble(schedule, recompute):
     assert sum(i.is_matmul for i in found.in_loop()) == per_period * (2 * 18 + 3 + again)
 
 
-@pytest.mark.parametrize("recompute", ["none", "block", "stage"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "recompute"), RECOMPUTE)
 def test_stash_and_sums_are_never_copied(schedule, recompute):
     found = compiled(schedule, 8, recompute)
     large = found.stash_shapes | found.sum_shapes
@@ -162,8 +163,7 @@ def test_stash_and_sums_are_never_copied(schedule, recompute):
     assert not copies
 
 
-@pytest.mark.parametrize("recompute", ["none", "block", "stage"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "recompute"), RECOMPUTE)
 def test_the_stash_changes_in_place_only(schedule, recompute):
     found = compiled(schedule, 8, recompute)
     writers = []
@@ -192,14 +192,12 @@ def test_memory_of_gpipe_grows_with_every_microbatch():
     assert few.kept_bytes <= growth <= 1.1 * (few.kept_bytes + output)
 
 
-@pytest.mark.parametrize("schedule", ONE_F_ONE_B)
-def test_recompute_keeps_the_inputs_of_blocks_or_of_the_stage(schedule):
-    found = {r: compiled(schedule, 8, r) for r in ("none", "block", "stage")}
+def test_recompute_keeps_the_inputs_of_blocks_or_of_the_stage():
+    found = {r: compiled("1f1b", 8, r) for r in ("none", "block", "stage")}
     activation = SIZE * CONTEXT * WIDTH * 4
     assert found["block"].kept_bytes == 2 * activation
     assert found["stage"].kept_bytes == activation
-    slots = {"1f1b": STAGES, "1f1b-overlap": 2 * STAGES - 1}[schedule]
-    saved = slots * (found["none"].kept_bytes - activation)
+    saved = STAGES * (found["none"].kept_bytes - activation)
     again = found["none"].kept_bytes  # all that the backward makes again lives for a moment
     assert found["stage"].temp_bytes <= found["none"].temp_bytes - saved + again
 
@@ -208,6 +206,34 @@ def test_recompute_keeps_the_inputs_of_blocks_or_of_the_stage(schedule):
 def test_the_program_does_not_grow_with_the_number_of_microbatches(schedule):
     few, many = compiled(schedule, 8).program, compiled(schedule, 64).program
     assert few.num_instructions == many.num_instructions
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_stages_that_differ(schedule):
+    # Their parameters, activations and stash lie in vectors as long as the largest stage needs.
+    problem = models.uneven((24, 40, 32, 16, 8), 8, size=6)
+    run = pipeline_value_and_grad(problem.stages, problem.loss, make_mesh(STAGES), schedule)
+    lowered = run.lower(problem.params, problem.inputs, problem.targets)
+    program = hlo.parse(lowered.compile().as_text())
+    body, x = problem.stages.body, jax.ShapeDtypeStruct((6, 24), jnp.float32)
+    kept, sums, outputs = [], [], [x]
+    for function, params in zip(body, problem.params.body, strict=True):
+        kept.append(sum(k.size for k in split_gradient(function, params, outputs[-1]).kept))
+        sums.append(sum(leaf.size for leaf in jax.tree.leaves(params)))
+        outputs.append(jax.eval_shape(function, params, outputs[-1]))
+    slots = int(assign_slots(make_schedule(schedule, STAGES, 8)).per_stage.max())
+    stash, total, sent = (slots, max(kept)), (max(sums),), max(y.size for y in outputs)
+
+    loop = list(program.within(program.loop_body))
+    shapes = {shape for i in loop for _, shape in i.arrays}
+    assert {stash, total, (sent,)} <= shapes
+    exchanges = [i for i in loop if i.is_collective]
+    assert sorted(sorted(i.pairs) for i in exchanges) == sorted(map(sorted, ROUTES[schedule]))
+    assert {i.num_bytes for i in exchanges} == {4 * sent}
+    outside = program.within(program.loop_body, enter_branches=False)
+    assert not [i for i in outside if i.is_matmul]
+    copied = [shape for i in loop if i.opcode.startswith("copy") for _, shape in i.arrays]
+    assert not {stash, total}.intersection(copied)
 
 
 def test_sizes_tell_stash_and_sums_apart():

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from parity import models
 from parity.cases import assert_same, pipeline_numbers, reference_numbers
 
@@ -380,17 +380,6 @@ def test_mesh_with_the_data_axis_first():
     assert_same(on_mesh(base(), mesh, lay_out=True), reference_numbers(base()))
 
 
-def test_mesh_with_explicit_axes():
-    # What jax.make_mesh gives by default. The arrays must then lie as jpipe says.
-    mesh = jax.make_mesh((P, 2), ("stage", "data"))
-    assert set(mesh.axis_types) == {AxisType.Explicit}
-    expected = reference_numbers(base())
-    assert_same(on_mesh(base(), mesh, lay_out=True), expected)
-    with jax.set_mesh(mesh):
-        actual = on_mesh(base(), mesh, lay_out=True)
-    assert_same(actual, expected)
-
-
 def test_arrays_that_lie_otherwise():
     mesh = make_mesh(P, 2)
     problem = models.mlp(P, 8, size=SIZE)
@@ -433,6 +422,24 @@ def test_in_a_scan_in_a_jit():
     piped = pipeline_value_and_grad(problem.stages, problem.loss, make_mesh(P))
     plain = reference_value_and_grad(problem.stages, problem.loss)
     assert_same(steps(piped), steps(plain))
+
+
+def test_closures_over_values_of_an_outer_jit():
+    # A dropout key of each step, for one.
+    def build(make, scale, key):
+        def block(p, x):
+            mask = jax.random.bernoulli(key, 0.7, x.shape)
+            return x + jnp.tanh(x @ p["w"] + p["b"]) * mask * scale
+
+        problem = model(stem=lambda p, x: x @ p["w"] * scale, block=block)
+        return make(problem.stages, problem.loss)(problem.params, problem.inputs, problem.targets)
+
+    def piped(stages, loss):
+        return pipeline_value_and_grad(stages, loss, make_mesh(P))
+
+    arguments = jnp.float32(1.5), jax.random.key(7)
+    actual = jax.jit(functools.partial(build, piped))(*arguments)
+    assert_same(actual, jax.jit(functools.partial(build, reference_value_and_grad))(*arguments))
 
 
 def test_donated_parameters():

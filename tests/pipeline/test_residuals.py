@@ -345,7 +345,7 @@ def dags(draw):
     return steps
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(dags(), st.booleans())
 def test_random_programs(steps, returns_all):
     def program(p, x):
