@@ -65,6 +65,9 @@ def make_mesh(
     Raises:
         ValueError: if there are too few devices.
     """
+    for argument, value in (("num_stages", num_stages), ("num_data", num_data)):
+        if value < 1:
+            raise ValueError(f"{argument}={value} must be at least 1")
     devices = jax.devices() if devices is None else devices
     needed = num_stages * num_data
     if len(devices) < needed:

@@ -41,8 +41,10 @@ def reference_value_and_grad(
             sums: tuple[LossTerms, Params], batch: tuple[Tree, Tree]
         ) -> tuple[tuple[LossTerms, Params], None]:
             terms, grads = sums
-            _, pullback, new = jax.vjp(lambda p: microbatch_loss(p, *batch), params, has_aux=True)
-            (dparams,) = pullback(jnp.float32(1 / num_microbatches))
+            value, pullback, new = jax.vjp(
+                lambda p: microbatch_loss(p, *batch), params, has_aux=True
+            )
+            (dparams,) = pullback(jnp.full_like(value, 1 / num_microbatches))
             grads = jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, dparams)
             return (add_terms(terms, new), grads), None
 

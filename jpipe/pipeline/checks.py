@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 from jpipe.mesh import DATA, STAGE
 from jpipe.pipeline.losses import Loss, LossTerms
 from jpipe.pipeline.per_stage import PerStage
-from jpipe.pipeline.stages import Params, Stages, Tree
-from jpipe.schedule.table import Schedule
+from jpipe.pipeline.stages import Params, Stages, Tree, shapes_of
+from jpipe.schedule.table import Op, Schedule
 
 
 def check_mesh(mesh: Mesh) -> None:
@@ -25,6 +25,38 @@ def check_mesh(mesh: Mesh) -> None:
             f"mesh has the axes {mesh.axis_names}; it needs {STAGE!r} and may have {DATA!r}: "
             "make one with jpipe.mesh.make_mesh"
         )
+
+
+def check_trains(schedule: Schedule) -> None:
+    """Refuse a table that is right, but that the training executor cannot run.
+
+    Raises:
+        ValueError: naming what the table lacks or has too much.
+    """
+    if not (schedule.op == Op.BACKWARD).any():
+        raise ValueError(
+            f"schedule {schedule.name!r} has no backwards and so gives no gradients; use a "
+            "training schedule, or pipeline_evaluate for the loss alone"
+        )
+    if schedule.num_chunks != 1:
+        raise ValueError(
+            f"schedule {schedule.name!r} has num_chunks={schedule.num_chunks}; the executor runs "
+            "one chunk a stage, build it with num_chunks=1"
+        )
+
+
+def as_params(params: Any) -> Params:
+    """The parameters as `Params`.
+
+    Raises:
+        ValueError: if they are not three parts.
+    """
+    if not isinstance(params, tuple | list) or len(params) != 3:
+        raise ValueError(
+            f"params is a {type(params).__name__}; it must be Params(stem, body, head), with {{}} "
+            "for a part without parameters"
+        )
+    return Params(*params)
 
 
 def check_schedule_fits(schedule: Schedule, mesh: Mesh, num_microbatches: int) -> None:
@@ -145,7 +177,10 @@ def check_stages(stages: Stages, params: Params, inputs: Tree, mesh: Mesh) -> No
         ValueError: naming the stage and both shapes.
     """
     num_stages = mesh.shape[STAGE]
+    params, inputs = shapes_of((params, inputs))  # an Explicit sharding is not the model's concern
     x = stages.boundary(params.stem, inputs)
+    if not jax.tree.leaves(x):
+        raise ValueError("the stem's output holds no arrays; something must travel between stages")
     _check_floating("the stem", x)
     if isinstance(stages.body, PerStage) != isinstance(params.body, PerStage):
         raise ValueError("stages.body and params.body must both be PerStage, or neither")
@@ -203,6 +238,7 @@ def check_loss(
     def of_first(head_params: Tree, x: Tree, targets: Tree) -> Tree:
         return loss(stages.head(head_params, x), jax.tree.map(lambda a: a[0], targets))
 
+    params, inputs, targets = shapes_of((params, inputs, targets))
     top = stages.top(params.body, stages.boundary(params.stem, inputs))
     value = jax.eval_shape(of_first, params.head, top, targets)
     aux = jax.tree.leaves(value.aux) if isinstance(value, LossTerms) else []

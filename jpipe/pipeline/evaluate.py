@@ -3,12 +3,12 @@
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jpipe.mesh import STAGE
 from jpipe.pipeline import checks, stash
 from jpipe.pipeline.forward import run_forward
-from jpipe.pipeline.layout import batch_spec, gather_params, param_specs
+from jpipe.pipeline.layout import batch_spec, gather_params, lay_out, param_specs
 from jpipe.pipeline.losses import Loss, LossTerms, add_terms, loss_terms, no_terms
 from jpipe.pipeline.stages import Params, Stages, Tree, shapes_of
 
@@ -35,13 +35,14 @@ def pipeline_evaluate(
     checks.check_mesh(mesh)
 
     def evaluate(params: Params, inputs: Tree, targets: Tree) -> Any:
-        params = Params(*params)
+        params = checks.as_params(params)
         checks.check_batch(mesh, inputs=inputs, targets=targets)
         checks.check_params(params, mesh)
         checks.check_stages(stages, params, inputs, mesh)
         checks.check_loss(stages, loss, params, inputs, targets, has_aux=has_aux)
 
         specs, body_shapes = param_specs(mesh, params), shapes_of(params.body)
+        params, inputs, targets = lay_out(mesh, params, inputs, targets)
 
         def on_stage(params: Params, inputs: Tree, targets: Tree) -> Any:
             whole = gather_params(params, specs)
@@ -89,12 +90,13 @@ def pipeline_predict(stages: Stages, mesh: Mesh) -> jax.stages.Wrapped:
     checks.check_mesh(mesh)
 
     def predict(params: Params, inputs: Tree) -> Tree:
-        params = Params(*params)
+        params = checks.as_params(params)
         num_microbatches = checks.check_batch(mesh, inputs=inputs)
         checks.check_params(params, mesh)
         checks.check_stages(stages, params, inputs, mesh)
 
         specs, body_shapes = param_specs(mesh, params), shapes_of(params.body)
+        params, inputs = lay_out(mesh, params, inputs)
 
         def on_stage(params: Params, inputs: Tree) -> Tree:
             whole = gather_params(params, specs)
@@ -116,6 +118,9 @@ def pipeline_predict(stages: Stages, mesh: Mesh) -> jax.stages.Wrapped:
             out_specs=spec,
             check_vma=False,
         )(params, inputs)
+        if AxisType.Explicit in mesh.axis_types:  # which cannot index a dim that is sharded
+            whole = NamedSharding(mesh, PartitionSpec(None, *batch_spec(mesh)))
+            by_stage = jax.tree.map(lambda a: jax.reshard(a, whole), by_stage)
         return jax.tree.map(lambda a: a[-1], by_stage)  # the last stage has the outputs
 
     return jax.jit(predict)

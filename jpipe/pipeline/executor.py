@@ -150,8 +150,8 @@ class Executor:
                 return terms.total, terms
 
             y = stash.read(tops, row.slot)
-            _, pullback, new = jax.vjp(total, params.head, y, has_aux=True)
-            dparams, dy = pullback(jnp.float32(1 / self.schedule.num_microbatches))
+            value, pullback, new = jax.vjp(total, params.head, y, has_aux=True)
+            dparams, dy = pullback(jnp.full_like(value, 1 / self.schedule.num_microbatches))
             return dy, _add(sums, dparams), add_terms(terms, new)
 
         def body_backward(dy: Tree, sums: Tree) -> tuple[Tree, Tree]:

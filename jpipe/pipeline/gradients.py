@@ -8,7 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jpipe.mesh import STAGE
 from jpipe.pipeline import checks
 from jpipe.pipeline.executor import Executor
-from jpipe.pipeline.layout import batch_spec, gather_params, param_specs, reduce_grads
+from jpipe.pipeline.layout import batch_spec, gather_params, lay_out, param_specs, reduce_grads
 from jpipe.pipeline.losses import Loss
 from jpipe.pipeline.retrace import warn_if_compiled_again
 from jpipe.pipeline.stages import Params, Stages, Tree, shapes_of
@@ -60,9 +60,10 @@ def pipeline_value_and_grad(
             )
     else:
         check_schedule(schedule)
+        checks.check_trains(schedule)
 
     def value_and_grad(params: Params, inputs: Tree, targets: Tree) -> tuple[Any, Params]:
-        params = Params(*params)
+        params = checks.as_params(params)
         num_microbatches = checks.check_batch(mesh, inputs=inputs, targets=targets)
         table = schedule
         if isinstance(table, str):
@@ -76,6 +77,7 @@ def pipeline_value_and_grad(
 
         specs = param_specs(mesh, params)
         body_shapes = shapes_of(params.body)
+        params, inputs, targets = lay_out(mesh, params, inputs, targets)
 
         def on_stage(params: Params, inputs: Tree, targets: Tree) -> tuple[Any, Params]:
             whole = gather_params(params, specs)

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jpipe.mesh import DATA, STAGE
 from jpipe.pipeline.owners import Owners
@@ -67,6 +67,21 @@ def param_shardings(mesh: Mesh, params: Params) -> Params:
         params: the parameters, or their shapes.
     """
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(mesh, params))
+
+
+def lay_out(mesh: Mesh, params: Params, *batch: Tree) -> tuple[Any, ...]:
+    """Parameters and batch as they must lie, where JAX does not see to it itself.
+
+    On `Explicit` axes, which `jax.make_mesh` gives by default, `shard_map` refuses arrays that lie
+    otherwise; on `Auto` axes it moves them.
+    """
+    if set(mesh.axis_types) != {AxisType.Explicit}:
+        return params, *batch
+    sharding = batch_sharding(mesh)
+    return (
+        jax.tree.map(jax.reshard, params, param_shardings(mesh, params)),
+        *(jax.tree.map(lambda a: jax.reshard(a, sharding), tree) for tree in batch),
+    )
 
 
 def gather_params(params: Params, specs: Params) -> Params:

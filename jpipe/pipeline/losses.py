@@ -36,7 +36,8 @@ def loss_terms(value: jax.Array | LossTerms) -> LossTerms:
     terms = value if isinstance(value, LossTerms) else LossTerms(value, jnp.ones(()))
     weight = jax.lax.stop_gradient(jnp.asarray(terms.weight, jnp.float32))
     aux = jax.tree.map(lambda a: jax.lax.stop_gradient(jnp.asarray(a)), terms.aux)
-    return LossTerms(terms.total.astype(jnp.float32), weight, aux)
+    total = jnp.asarray(terms.total)
+    return LossTerms(total.astype(jnp.promote_types(total.dtype, jnp.float32)), weight, aux)
 
 
 def no_terms(like: Any) -> LossTerms:

@@ -31,6 +31,8 @@ def minimum_vertex_cut(
         The cut vertices, ascending.
     """
     n = len(cost)
+    if not n:
+        return []
     source, sink = 2 * n, 2 * n + 1
     unit = max(1, sum(cost) // 2**29)
     # Vertex v is an edge 2v -> 2v + 1; a vertex of no cost still has to be cut, hence at least 1.

@@ -1,15 +1,16 @@
 """Tell the user when functions made anew for every call are compiled anew for every call."""
 
-import collections
+import inspect
 import warnings
 from collections.abc import Hashable
+from typing import Any
 
 from jpipe.pipeline.losses import Loss
 from jpipe.pipeline.per_stage import PerStage
 from jpipe.pipeline.stages import Stages
 
 _LIMIT = 3
-_compiled: collections.Counter[Hashable] = collections.Counter()
+_compiled: dict[Hashable, dict[tuple[int, ...], Any]] = {}
 
 
 def warn_if_compiled_again(stages: Stages, loss: Loss, *rest: Hashable) -> None:
@@ -25,13 +26,27 @@ def warn_if_compiled_again(stages: Stages, loss: Loss, *rest: Hashable) -> None:
     """
     bodies = tuple(stages.body) if isinstance(stages.body, PerStage) else (stages.body,)
     functions = (stages.stem, *bodies, stages.head, loss)
-    codes = tuple(getattr(f, "__code__", f) for f in functions)
-    _compiled[key := (codes, rest)] += 1
-    if _compiled[key] >= _LIMIT:
+    # The first few are kept, so that none of their ids is used again.
+    seen = _compiled.setdefault((tuple(map(_origin, functions)), rest), {})
+    if (made := tuple(map(id, functions))) in seen:
+        return
+    if len(seen) < _LIMIT:
+        seen[made] = functions
+    if len(seen) == _LIMIT:
         warnings.warn(
-            f"the same program was compiled {_compiled[key]} times, for a loss or stages that are "
+            f"the same program was compiled at least {_LIMIT} times, for a loss or stages that are "
             "new functions with the same code; define them once, outside of the training loop, and "
             "keep the function that jpipe returns",
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def _origin(value: Any, depth: int = 4) -> Hashable:
+    """What two functions share that the same line made of the same things."""
+    code = getattr(value, "__code__", None)
+    if code is None:
+        origin: Hashable = value if isinstance(value, Hashable) else type(value)
+        return origin
+    inner = inspect.getclosurevars(value).nonlocals if depth and inspect.isfunction(value) else {}
+    return code, tuple(_origin(inner[name], depth - 1) for name in sorted(inner))

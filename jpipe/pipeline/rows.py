@@ -55,7 +55,7 @@ def table_rows(schedule: Schedule, axis: str) -> tuple[list[Phase], Row]:
     """
     # With hop 2 a tick sends what the tick before it made.
     route = np.roll(schedule.route, schedule.hop - 1)
-    period = len(schedule.routes)
+    period = min(len(schedule.routes), schedule.num_ticks)
     repeats = np.array_equal(route, np.resize(route[:period], schedule.num_ticks))
     period = period if repeats else 1
     phases = [

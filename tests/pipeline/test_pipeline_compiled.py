@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -32,19 +31,18 @@ ROUTES = {
 # Each schedule keeping all, and computing again; by the block in one of them.
 RECOMPUTE = [*itertools.product(SCHEDULES, ("none", "stage")), ("1f1b", "block")]
 PASSES_ON = {"parameter", "get-tuple-element", "tuple", "bitcast", "conditional"}
+ACTIVATION = SIZE * CONTEXT * WIDTH * 4  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
+    schedule: str
+    recompute: str
     program: hlo.Program
     temp_bytes: int
-    kept: list  # what one microbatch leaves in the stash
+    slots: int
     stash_shapes: set
     sum_shapes: set
-
-    @property
-    def kept_bytes(self):
-        return sum(k.size * k.dtype.itemsize for k in self.kept)
 
     def in_loop(self, **options):
         return list(self.program.within(self.program.loop_body, **options))
@@ -65,48 +63,63 @@ def gpt(recompute):
 
 
 @functools.cache
+def kept(recompute):
+    """What one microbatch leaves in the stash."""
+    stages, params = gpt(recompute)
+    x = jax.ShapeDtypeStruct((SIZE, CONTEXT, WIDTH), jnp.float32)
+    return split_gradient(stages.body, of_one_stage(params.body), x).kept
+
+
+def kept_bytes(recompute):
+    return sum(k.size * k.dtype.itemsize for k in kept(recompute))
+
+
+def of_one_stage(body):
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((a.shape[0] // STAGES, *a.shape[1:]), a.dtype), body
+    )
+
+
+@functools.cache
 def compiled(schedule, num_microbatches, recompute="none"):
     stages, params = gpt(recompute)
-    of_stage = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((a.shape[0] // STAGES, *a.shape[1:]), a.dtype), params.body
-    )
-    x = jax.ShapeDtypeStruct((SIZE, CONTEXT, WIDTH), jnp.float32)
-    kept = split_gradient(stages.body, of_stage, x).kept
-    slots = assign_slots(make_schedule(schedule, STAGES, num_microbatches)).per_stage.max()
-    stash_shapes = {(int(slots), *k.shape) for k in kept}
-    sum_shapes = {leaf.shape for leaf in jax.tree.leaves(of_stage)}
+    slots = int(assign_slots(make_schedule(schedule, STAGES, num_microbatches)).per_stage.max())
     tokens = jax.ShapeDtypeStruct((num_microbatches, SIZE, CONTEXT), jnp.int32)
     run = pipeline_value_and_grad(stages, next_token_loss, make_mesh(STAGES), schedule)
     program = run.lower(params, tokens, tokens).compile()
     return Compiled(
+        schedule,
+        recompute,
         hlo.parse(program.as_text()),
         program.memory_analysis().temp_size_in_bytes,
-        kept,
-        stash_shapes,
-        sum_shapes,
+        slots,
+        {(slots, *k.shape) for k in kept(recompute)},
+        {leaf.shape for leaf in jax.tree.leaves(of_one_stage(params.body))},
     )
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_loop_exchanges_between_neighbours_only(schedule):
-    exchanges = [i for i in compiled(schedule, 8).in_loop() if i.is_collective]
+# Of the scope of the module, so that tests of the same program run one after the other.
+@pytest.fixture(scope="module", params=RECOMPUTE, ids="-".join)
+def found(request):
+    schedule, recompute = request.param
+    return compiled(schedule, 8, recompute)
+
+
+def test_the_loop_exchanges_between_neighbours_only(found):
+    exchanges = [i for i in found.in_loop() if i.is_collective]
     assert {i.opcode for i in exchanges} == {"collective-permute"}
     assert all(abs(s - t) == 1 for i in exchanges for s, t in i.pairs)
-    assert sorted(sorted(i.pairs) for i in exchanges) == sorted(map(sorted, ROUTES[schedule]))
+    pairs = sorted(sorted(i.pairs) for i in exchanges)
+    assert pairs == sorted(map(sorted, ROUTES[found.schedule]))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_an_exchange_carries_one_activation(schedule):
-    for exchange in compiled(schedule, 8).in_loop():
-        if exchange.is_collective:
-            assert exchange.num_bytes == SIZE * CONTEXT * WIDTH * 4
+def test_an_exchange_carries_one_activation(found):
+    assert {i.num_bytes for i in found.in_loop() if i.is_collective} == {ACTIVATION}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_no_exchange_waits_in_a_branch_that_depends_on_the_stage(schedule):
-    found = compiled(schedule, 8)
+def test_no_exchange_waits_in_a_branch_that_depends_on_the_stage(found):
     outside = [i for i in found.in_loop(enter_branches=False) if i.is_collective]
-    if schedule in ONE_F_ONE_B:
+    if found.schedule in ONE_F_ONE_B:
         assert len(outside) == 2
         return
     # GPipe picks the route at run time, the same for all: a conditional that only exchanges.
@@ -117,6 +130,76 @@ def test_no_exchange_waits_in_a_branch_that_depends_on_the_stage(schedule):
             for branch in branches:
                 assert {i.opcode for i in branch} <= PASSES_ON | {"collective-permute"}
                 assert sum(i.is_collective for i in branch) == 1
+
+
+def test_operations_stay_conditional(found):
+    # Per tick with a forward: stem, body, keeping the body's output. With a backward: head, body,
+    # stem. In 1F1B each of the period's two ticks has both; GPipe picks a route besides.
+    count = {"gpipe": 7, "1f1b": 12, "1f1b-overlap": 6}[found.schedule]
+    assert sum(i.opcode == "conditional" for i in found.in_loop()) == count
+
+
+def test_nothing_is_computed_in_a_bubble(found):
+    assert not [i for i in found.in_loop(enter_branches=False) if i.is_matmul]
+    # A block multiplies six times forward, each for two gradients backward; the head once.
+    per_period = 2 if found.schedule == "1f1b" else 1
+    again = {"none": 0, "block": 2 * 5, "stage": 6 + 5}[found.recompute]
+    assert sum(i.is_matmul for i in found.in_loop()) == per_period * (2 * 18 + 3 + again)
+
+
+def test_stash_and_sums_are_never_copied(found):
+    large = found.stash_shapes | found.sum_shapes
+    copies = [
+        i
+        for i in found.in_loop()
+        if i.opcode.startswith("copy") and large.intersection(shape for _, shape in i.arrays)
+    ]
+    assert not copies
+
+
+def test_the_stash_changes_in_place_only(found):
+    writers = []
+    for instruction in found.in_loop():
+        shapes = {shape for _, shape in instruction.arrays}
+        if instruction.opcode in PASSES_ON or not shapes & found.stash_shapes:
+            continue
+        if instruction.opcode == "fusion":
+            instruction = found.program.root(instruction.called[0])
+        writers.append(instruction.opcode)
+    assert writers
+    assert set(writers) == {"dynamic-update-slice"}
+
+
+def test_recompute_keeps_the_inputs_of_blocks_or_of_the_stage(found):
+    whole = kept_bytes("none")
+    assert whole > 10 * ACTIVATION
+    assert found.temp_bytes > found.slots * kept_bytes(found.recompute)
+    if found.recompute != "none":
+        assert kept_bytes(found.recompute) == {"block": 2, "stage": 1}[found.recompute] * ACTIVATION
+        assert found.temp_bytes < found.slots * whole
+
+
+def test_sizes_tell_stash_and_sums_apart(found):
+    payloads = {(SIZE, CONTEXT, WIDTH), (1, SIZE, CONTEXT, WIDTH)}
+    assert found.stash_shapes.isdisjoint(found.sum_shapes | payloads)
+    assert found.sum_shapes.isdisjoint(payloads)
+
+
+@pytest.mark.parametrize("schedule", ONE_F_ONE_B)
+def test_1f1b_does_not_grow_with_the_number_of_microbatches(schedule):
+    few = compiled(schedule, 8)
+    for num_microbatches in (32, 64):
+        many = compiled(schedule, num_microbatches)
+        assert many.temp_bytes == pytest.approx(few.temp_bytes, rel=0.01)
+        assert many.program.num_instructions == few.program.num_instructions
+
+
+def test_memory_of_gpipe_grows_with_every_microbatch():
+    few, many = compiled("gpipe", 8), compiled("gpipe", 64)
+    assert many.program.num_instructions == few.program.num_instructions
+    growth = (many.temp_bytes - few.temp_bytes) / (64 - 8)
+    # Besides the stash, the last stage keeps its outputs for the head.
+    assert kept_bytes("none") <= growth <= 1.1 * (kept_bytes("none") + ACTIVATION)
 
 
 def test_each_row_of_data_devices_has_a_chain_of_its_own():
@@ -134,81 +217,7 @@ def test_each_row_of_data_devices_has_a_chain_of_its_own():
     assert sorted(pairs) == sorted([up, sorted((t, s) for s, t in up)])
 
 
-# Per tick with a forward: stem, body, keeping the body's output. With a backward: head, body, stem.
-@pytest.mark.parametrize(("schedule", "count"), [("gpipe", 7), ("1f1b", 12), ("1f1b-overlap", 6)])
-def test_operations_stay_conditional(schedule, count):
-    loop = compiled(schedule, 8).in_loop()
-    assert sum(i.opcode == "conditional" for i in loop) == count
-
-
-@pytest.mark.parametrize(("schedule", "recompute"), RECOMPUTE)
-def test_nothing_is_computed_in_a_bubble(schedule, recompute):
-    found = compiled(schedule, 8, recompute)
-    assert not [i for i in found.in_loop(enter_branches=False) if i.is_matmul]
-    # A block multiplies six times forward, each for two gradients backward; the head once.
-    per_period = 2 if schedule == "1f1b" else 1
-    again = {"none": 0, "block": 2 * 5, "stage": 6 + 5}[recompute]
-    assert sum(i.is_matmul for i in found.in_loop()) == per_period * (2 * 18 + 3 + again)
-
-
-@pytest.mark.parametrize(("schedule", "recompute"), RECOMPUTE)
-def test_stash_and_sums_are_never_copied(schedule, recompute):
-    found = compiled(schedule, 8, recompute)
-    large = found.stash_shapes | found.sum_shapes
-    copies = [
-        i
-        for i in found.in_loop()
-        if i.opcode.startswith("copy") and large.intersection(shape for _, shape in i.arrays)
-    ]
-    assert not copies
-
-
-@pytest.mark.parametrize(("schedule", "recompute"), RECOMPUTE)
-def test_the_stash_changes_in_place_only(schedule, recompute):
-    found = compiled(schedule, 8, recompute)
-    writers = []
-    for instruction in found.in_loop():
-        shapes = {shape for _, shape in instruction.arrays}
-        if instruction.opcode in PASSES_ON or not shapes & found.stash_shapes:
-            continue
-        if instruction.opcode == "fusion":
-            instruction = found.program.root(instruction.called[0])
-        writers.append(instruction.opcode)
-    assert writers
-    assert set(writers) == {"dynamic-update-slice"}
-
-
 @pytest.mark.parametrize("schedule", ONE_F_ONE_B)
-def test_memory_of_1f1b_does_not_depend_on_the_number_of_microbatches(schedule):
-    few = compiled(schedule, 8).temp_bytes
-    for num_microbatches in (32, 64):
-        assert compiled(schedule, num_microbatches).temp_bytes == pytest.approx(few, rel=0.01)
-
-
-def test_memory_of_gpipe_grows_with_every_microbatch():
-    few, many = compiled("gpipe", 8), compiled("gpipe", 64)
-    growth = (many.temp_bytes - few.temp_bytes) / (64 - 8)
-    output = SIZE * CONTEXT * WIDTH * 4  # the last stage's, kept for the head
-    assert few.kept_bytes <= growth <= 1.1 * (few.kept_bytes + output)
-
-
-def test_recompute_keeps_the_inputs_of_blocks_or_of_the_stage():
-    found = {r: compiled("1f1b", 8, r) for r in ("none", "block", "stage")}
-    activation = SIZE * CONTEXT * WIDTH * 4
-    assert found["block"].kept_bytes == 2 * activation
-    assert found["stage"].kept_bytes == activation
-    saved = STAGES * (found["none"].kept_bytes - activation)
-    again = found["none"].kept_bytes  # all that the backward makes again lives for a moment
-    assert found["stage"].temp_bytes <= found["none"].temp_bytes - saved + again
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_program_does_not_grow_with_the_number_of_microbatches(schedule):
-    few, many = compiled(schedule, 8).program, compiled(schedule, 64).program
-    assert few.num_instructions == many.num_instructions
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_that_differ(schedule):
     # Their parameters, activations and stash lie in vectors as long as the largest stage needs.
     problem = models.uneven((24, 40, 32, 16, 8), 8, size=6)
@@ -216,13 +225,13 @@ def test_stages_that_differ(schedule):
     lowered = run.lower(problem.params, problem.inputs, problem.targets)
     program = hlo.parse(lowered.compile().as_text())
     body, x = problem.stages.body, jax.ShapeDtypeStruct((6, 24), jnp.float32)
-    kept, sums, outputs = [], [], [x]
+    stashed, sums, outputs = [], [], [x]
     for function, params in zip(body, problem.params.body, strict=True):
-        kept.append(sum(k.size for k in split_gradient(function, params, outputs[-1]).kept))
+        stashed.append(sum(k.size for k in split_gradient(function, params, outputs[-1]).kept))
         sums.append(sum(leaf.size for leaf in jax.tree.leaves(params)))
         outputs.append(jax.eval_shape(function, params, outputs[-1]))
     slots = int(assign_slots(make_schedule(schedule, STAGES, 8)).per_stage.max())
-    stash, total, sent = (slots, max(kept)), (max(sums),), max(y.size for y in outputs)
+    stash, total, sent = (slots, max(stashed)), (max(sums),), max(y.size for y in outputs)
 
     loop = list(program.within(program.loop_body))
     shapes = {shape for i in loop for _, shape in i.arrays}
@@ -234,11 +243,3 @@ def test_stages_that_differ(schedule):
     assert not [i for i in outside if i.is_matmul]
     copied = [shape for i in loop if i.opcode.startswith("copy") for _, shape in i.arrays]
     assert not {stash, total}.intersection(copied)
-
-
-def test_sizes_tell_stash_and_sums_apart():
-    found = compiled("1f1b", 8)
-    payloads = {(SIZE, CONTEXT, WIDTH), (1, SIZE, CONTEXT, WIDTH)}
-    assert found.stash_shapes.isdisjoint(found.sum_shapes | payloads)
-    assert found.sum_shapes.isdisjoint(payloads)
-    assert all(math.prod(shape) > 1 for shape in found.stash_shapes | found.sum_shapes)
