@@ -46,7 +46,6 @@ def _origin(value: Any, depth: int = 4) -> Hashable:
     """What two functions share that the same line made of the same things."""
     code = getattr(value, "__code__", None)
     if code is None:
-        origin: Hashable = value if isinstance(value, Hashable) else type(value)
-        return origin
+        return value if isinstance(value, Hashable) else repr(type(value))
     inner = inspect.getclosurevars(value).nonlocals if depth and inspect.isfunction(value) else {}
     return code, tuple(_origin(inner[name], depth - 1) for name in sorted(inner))
