@@ -8,6 +8,8 @@ from typing import NoReturn
 
 BAD_INPUT = 2
 """Exit status for bad input."""
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,11 +27,13 @@ def refuse(error: ValueError) -> int:
 
 
 def whole_number(least: int) -> Callable[[str], int]:
-    """An argument type: a whole number of at least `least`."""
+    """An argument type: a whole number from `least` to what 32 bits hold."""
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least {least}")
+        if not text.isdecimal() or not least <= int(text) < 2**31:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} must be a whole number of at least {least}, and below 2^31"
+            )
         return int(text)
 
     return parse

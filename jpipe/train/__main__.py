@@ -3,13 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-
-from jpipe.cli import refuse
-from jpipe.train.cache import enable_compilation_cache
-from jpipe.train.options import parse_options
-from jpipe.train.run import INTERRUPTED, Run
-from jpipe.train.setup import prepare
+from jpipe.cli import INTERRUPTED, refuse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,12 +17,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         stderr explains; 130 if Ctrl-C ended the run early.
     """
     try:
-        setup = prepare(parse_options(argv))
-    except ValueError as error:
-        return refuse(error)
-    enable_compilation_cache()
-    try:
-        return Run(setup, Console()).execute()
+        # Imported here because it takes seconds, during which Ctrl-C should end the command, too.
+        from rich.console import Console
+
+        from jpipe.train.cache import enable_compilation_cache
+        from jpipe.train.options import parse_options
+        from jpipe.train.run import Run
+        from jpipe.train.setup import prepare
+
+        try:
+            setup = prepare(parse_options(argv))
+        except ValueError as error:
+            return refuse(error)
+        enable_compilation_cache()
+        return Run(setup, Console(markup=False, highlight=False)).execute()
     except KeyboardInterrupt:
         print("interrupted at once; the run folder keeps what came before", file=sys.stderr)
         return INTERRUPTED

@@ -44,14 +44,9 @@ def choose_devices(count: int, platform: str) -> Devices:
         )
     simulated = _devices_of("cpu")
     if len(simulated) < count:
-        flags = os.environ.get("XLA_FLAGS", "")
         raise ValueError(
             f"the mesh needs {count} devices, the CPU backend shows {len(simulated)}; "
-            + (
-                f"XLA_FLAGS={flags!r} says how many: raise the number there to {count}"
-                if "host_platform_device_count" in flags
-                else "it had started before: use a smaller mesh, or a new process"
-            )
+            + _why_so_few(count)
         )
     jax.config.update("jax_default_device", simulated[0])
     have = f"; there is only {len(found)} x {found[0].device_kind}" if kind != "cpu" else ""
@@ -63,8 +58,17 @@ def choose_devices(count: int, platform: str) -> Devices:
     )
 
 
+def _why_so_few(count: int) -> str:
+    flags, platforms = (os.environ.get(name, "") for name in ("XLA_FLAGS", "JAX_PLATFORMS"))
+    if "host_platform_device_count" in flags:
+        return f"XLA_FLAGS={flags!r} says how many: raise the number there to {count}"
+    if platforms not in ("", "cpu"):
+        return f"JAX_PLATFORMS={platforms!r} keeps JAX from it: unset it or use --platform cpu"
+    return "it had started before: use a smaller mesh, or a new process"
+
+
 def _devices_of(platform: str | None) -> list[jax.Device]:
     try:
         return list(jax.devices(platform))
-    except RuntimeError:  # JAX's way to say that there is no such platform
+    except (RuntimeError, AssertionError):  # JAX's ways to say that there is no such platform
         return []

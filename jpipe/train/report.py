@@ -46,7 +46,7 @@ def print_header(console: Console, setup: Setup, memory: Memory, memory_alone: M
     table.add_column(overflow="fold")
     for name, fact in facts.items():
         table.add_row(name, fact)
-    console.print(table, highlight=False)
+    console.print(table)
     console.print()
     picture = draw_text(setup.schedule, width=console.width)
     console.print(picture, no_wrap=True, overflow="crop")

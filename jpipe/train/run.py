@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from flax import serialization
 from rich.console import Console
-from rich.progress import Progress
 
+from jpipe.cli import INTERRUPTED
 from jpipe.data import bigram_loss
 from jpipe.memory import Memory, memory_of
 from jpipe.models import next_token_loss
@@ -30,8 +30,6 @@ from jpipe.train_step import (
     make_train_step,
 )
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
 DIVERGED = 1
 """Exit status after a loss or gradient norm that is not finite."""
 
@@ -89,7 +87,7 @@ class Run:
                 state = self._train(state, programs, interrupt)
             except NotFiniteError as error:
                 self._draw()
-                self._say(f"[red]error:[/] {error}")
+                self.console.print(f"error: {error}", style="red", soft_wrap=True)
                 return DIVERGED
             self._finish(state, programs, interrupt, started)
         return INTERRUPTED if interrupt.requested else 0
@@ -156,7 +154,7 @@ class Run:
                     "tokens_per_s": rate,
                 }
                 if options.eval_every and step % options.eval_every == 0 and step < options.steps:
-                    record["validation_loss"] = self._evaluate(step, state, programs, progress)
+                    record["validation_loss"] = self._evaluate(step, state, programs)
                 setup.folder.log(record)
                 progress.update(
                     task,
@@ -166,18 +164,12 @@ class Run:
                 )
         return state
 
-    def _evaluate(
-        self, step: int, state: TrainState, programs: Programs, progress: Progress | None = None
-    ) -> float:
+    def _evaluate(self, step: int, state: TrainState, programs: Programs) -> float:
         batch = jax.device_put(self.setup.validation.windows, batch_sharding(self.setup.mesh))
         loss = float(programs.evaluate(state.params, *batch))
         self.validation[step] = loss
         training = f"training {self.losses[step]:.3f} nats, " if step in self.losses else ""
-        console = progress.console if progress else self.console
-        console.print(
-            f"step {step}: {training}validation {describe_loss(loss, self.setup.unit)}",
-            highlight=False,
-        )
+        self._say(f"step {step}: {training}validation {describe_loss(loss, self.setup.unit)}")
         return loss
 
     def _finish(
@@ -206,9 +198,8 @@ class Run:
             },
         )
         self._say(
-            f"validation  {describe_loss(final, setup.unit)}\n"
-            f"bigram      {describe_loss(self.yardstick, setup.unit)}, "
-            "fitted on the same training text"
+            "bigram model fitted on the same training text: validation "
+            f"{describe_loss(self.yardstick, setup.unit)}"
         )
         if not interrupt.requested:
             self._show_sample(state)
@@ -237,8 +228,8 @@ class Run:
         else:
             before, after = (" ".join(map(str, t)) + " " for t in (prompt, added))
         self._say(f"\na sample: {_SAMPLE} {setup.unit}s after a prompt from the validation text")
-        self.console.print(before, style="dim", end="", markup=False, highlight=False)
-        self.console.print(after, markup=False, highlight=False)
+        self.console.print(_printable(before), style="dim", end="", soft_wrap=True)
+        self.console.print(_printable(after), soft_wrap=True)
         setup.folder.write("sample.txt", (before + after).encode())
 
     def _draw(self) -> None:
@@ -246,9 +237,14 @@ class Run:
         self.setup.folder.write("loss.png", picture)
 
     def _say(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, soft_wrap=True)
 
     @contextlib.contextmanager
     def _status(self, doing: str) -> Iterator[None]:
         with self.console.status(f"{doing} ..."):
             yield
+
+
+def _printable(text: str) -> str:
+    """The text without what would steer the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)

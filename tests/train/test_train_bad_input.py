@@ -12,6 +12,8 @@ CASES = {
     "abbreviated option": (["--step", "3"], ["--step"]),
     "no number": (["--steps", "many"], ["--steps", "many", "whole number"]),
     "negative": (["--batch-size", "-4"], ["--batch-size", "-4"]),
+    "huge": (["--width", "9" * 26, "--heads", "1"], ["--width", "9" * 26, "below 2^31"]),
+    "huge seed": (["--seed", "9" * 26], ["--seed", "below 2^31"]),
     "learning rate": (["--learning-rate", "0"], ["--learning-rate", "above 0"]),
     "learning rate nan": (["--learning-rate", "nan"], ["--learning-rate", "nan"]),
     "no stages": (["--mesh", "0"], ["mesh='0'", "at least 1"]),
