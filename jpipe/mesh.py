@@ -80,6 +80,11 @@ def make_mesh(
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def has_explicit_axes(mesh: Mesh) -> bool:
+    """Whether JAX wants to be told how arrays move on this mesh; `jax.make_mesh` makes such."""
+    return AxisType.Explicit in mesh.axis_types
+
+
 def simulate_devices(count: int) -> None:
     """Make the CPU backend show `count` devices, or more if it already does.
 

@@ -1,5 +1,6 @@
 """One training step: the pipeline's gradients and an optax update, in one compiled program."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jpipe.mesh import has_explicit_axes
 from jpipe.pipeline import (
     Loss,
     Params,
@@ -28,7 +30,7 @@ class TrainState(NamedTuple):
     Attributes:
         step: int32 scalar, optimizer updates made so far.
         params: the parameters.
-        opt_state: the optimizer's state.
+        opt_state: the optimizer's state, made for parameters of at least float32.
     """
 
     step: jax.Array
@@ -65,12 +67,22 @@ def state_shardings(
     """
     everywhere = NamedSharding(mesh, PartitionSpec())
     of_params = param_shardings(mesh, params)
+
+    def place(leaf: Any, param: Any, sharding: NamedSharding) -> Any:
+        # Not all that belongs to a parameter has its shape: Adafactor keeps rows and columns, SM3 a
+        # list of them, and a mask leaves an empty node.
+        if not hasattr(leaf, "shape"):
+            return jax.tree.map(lambda _: everywhere, leaf)
+        return sharding if leaf.shape == param.shape else everywhere
+
     opt_state = optax.tree.map_params(
         optimizer,
-        lambda _, sharding: sharding,
-        jax.eval_shape(optimizer.init, params),
+        place,
+        jax.eval_shape(lambda p: optimizer.init(_at_least_float32(p)), params),
+        params,
         of_params,
         transform_non_params=lambda _: everywhere,
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode | list),
     )
     shardings: Any = (everywhere, of_params, opt_state)
     return TrainState(*shardings)
@@ -79,14 +91,16 @@ def state_shardings(
 def init_train_state(
     init: Callable[[], Params], optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> TrainState:
-    """A fresh training state, made where it lies: no device ever holds all of it.
+    """A fresh training state, laid out on the mesh.
 
     Args:
         init: makes the parameters; traced.
         optimizer: an optax optimizer.
         mesh: the mesh, with a `stage` axis.
     """
-    state: TrainState = jax.jit(lambda: _lay_out(_fresh(init, optimizer), optimizer, mesh))()
+    make = jax.jit(lambda: _lay_out(_fresh(init, optimizer), optimizer, mesh))
+    with jax.set_mesh(mesh) if has_explicit_axes(mesh) else contextlib.nullcontext():
+        state: TrainState = make()
     return state
 
 
@@ -112,11 +126,18 @@ def abstract_train_state(
 
 def _fresh(init: Callable[[], Params], optimizer: optax.GradientTransformation) -> TrainState:
     params = init()
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(_at_least_float32(params)))
+
+
+def _at_least_float32(params: Params) -> Params:
+    """Parameters as the optimizer's state sees them: like the gradients, never below float32."""
+    return jax.tree.map(lambda p: p.astype(jnp.promote_types(p.dtype, jnp.float32)), params)
 
 
 def _lay_out(state: TrainState, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     shardings = state_shardings(state.params, optimizer, mesh)
+    if has_explicit_axes(mesh):
+        return jax.tree.map(jax.reshard, state, shardings)
     return jax.lax.with_sharding_constraint(state, shardings)
 
 

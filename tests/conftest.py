@@ -29,6 +29,18 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(autouse=True)
+def _restore_jax_config():
+    """The command sets a compilation cache and a default device: not for the tests after it."""
+    import jax
+
+    names = ("jax_compilation_cache_dir", "jax_default_device")
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(autouse=True)
 def _forget_compilations():
     """Each test counts its own compilations."""
     from jpipe.pipeline import retrace

@@ -80,3 +80,57 @@ def test_compiles_without_a_state():
     real = init_train_state(lambda: PROBLEM.params, optimizer(), mesh)
     _, metrics = compiled(real, PROBLEM.inputs, PROBLEM.targets)
     assert float(metrics.loss) == pytest.approx(run_reference(1)[1][0][0], rel=1e-6)
+
+
+OPTIMIZERS = {
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=2),
+    "masked": lambda: optax.masked(
+        optax.adam(1e-2), lambda p: jax.tree.map(lambda a: a.ndim > 2, p)
+    ),
+    "partition": lambda: optax.partition(
+        {"slow": optax.sgd(1e-3, momentum=0.9), "frozen": optax.set_to_zero()},
+        lambda p: jax.tree.map(lambda a: "slow" if a.ndim > 2 else "frozen", p),
+    ),
+    "multi-step": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    "lion": lambda: optax.lion(1e-3),
+    "sm3": lambda: optax.sm3(1e-2),
+    "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optax_optimizer_trains_as_on_one_device(name):
+    make, mesh = OPTIMIZERS[name], make_mesh(4)
+    state = init_train_state(lambda: PROBLEM.params, make(), mesh)
+    step = make_train_step(PROBLEM.stages, PROBLEM.loss, make(), mesh)
+    alone = TrainState(
+        jnp.zeros((), jnp.int32),
+        jax.tree.map(jnp.copy, PROBLEM.params),
+        make().init(PROBLEM.params),
+    )
+    alone_step = make_reference_step(PROBLEM.stages, PROBLEM.loss, make())
+    for _ in range(3):
+        state, metrics = step(state, PROBLEM.inputs, PROBLEM.targets)
+        alone, expected = alone_step(alone, PROBLEM.inputs, PROBLEM.targets)
+        assert float(metrics.loss) == pytest.approx(float(expected.loss), rel=2e-6)
+    assert step._cache_size() == 1
+    for leaf in jax.tree.leaves(state.params.body):
+        assert leaf.sharding.shard_shape(leaf.shape)[0] == leaf.shape[0] // 4
+
+
+def test_bfloat16_parameters_keep_their_dtype_and_compile_once():
+    problem = models.mlp(4, 6, dtype=jnp.bfloat16)
+    mesh = make_mesh(4)
+    state = init_train_state(lambda: problem.params, optimizer(), mesh)
+    step = make_train_step(problem.stages, problem.loss, optimizer(), mesh)
+    compiled = step.lower(state, problem.inputs, problem.targets).compile()
+    for _ in range(3):
+        state, _ = compiled(state, problem.inputs, problem.targets)
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(state.params))
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.opt_state[1][0].mu))
+
+
+def test_mesh_with_explicit_axes():
+    mesh = jax.make_mesh((4, 2), ("stage", "data"))
+    _, history = run(mesh, steps=2)
+    np.testing.assert_allclose(history, run_reference(2)[1], rtol=2e-6)

@@ -17,6 +17,7 @@ from flax import nnx
 
 from jpipe.adapters.split import balanced_split, check_split_points, flops
 from jpipe.pipeline import Params, PerStage, Recompute, Stages, repeat_block
+from jpipe.pipeline.blocks import check_recompute
 
 Tree = Any
 
@@ -28,8 +29,7 @@ class NnxPipeline:
     Attributes:
         stages: the model as the pipeline runs it.
         num_blocks: how many blocks the body has.
-        init: `(rngs) -> Params`, the parameters that the model's own constructor makes. Jit it
-            with `out_shardings` and no device ever holds them all.
+        init: `(rngs) -> Params`, the parameters that the model's own constructor makes.
         names: the model's attributes for stem, body and head.
         split_points: the first block of each stage but the first; None if the blocks are stacked
             and any number of stages that divides them will do.
@@ -107,6 +107,7 @@ def pipeline_from_nnx(
             points do not fit, other parts of the model hold parameters, or the model holds state
             other than parameters.
     """
+    check_recompute(recompute)
     model = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
     names = (stem, body, head)
     _check_parts(model, names)
@@ -117,7 +118,8 @@ def pipeline_from_nnx(
     cuts: tuple[int, ...] | None = None
     if split_points is not None or not alike:
         if num_stages is None:
-            raise ValueError(f"{difference}; give num_stages, so that each stage gets its own")
+            why = difference or f"split_points={split_points}"
+            raise ValueError(f"{why}; give num_stages, so that each stage gets its own")
         if split_points is None:
             cuts = _balance(model, names, num_stages, inputs)
         else:
@@ -196,6 +198,7 @@ def _check_parts(model: nnx.Module, names: tuple[str, str, str]) -> None:
         raise ValueError(f"body={names[1]!r} must be an nnx.List of blocks")
     if not len(getattr(model, names[1])):
         raise ValueError(f"body={names[1]!r} holds no blocks; a pipeline needs at least one")
+    _check_shared(model, names)
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         where = ".".join(map(str, path))
         if path[0] not in names:
@@ -208,6 +211,24 @@ def _check_parts(model: nnx.Module, names: tuple[str, str, str]) -> None:
                 f"{where} is a {type(variable).__name__}; models with state other than nnx.Param "
                 "are not supported yet"
             )
+
+
+def _check_shared(model: nnx.Module, names: tuple[str, str, str]) -> None:
+    """Refuse parts that share a variable: in the pipeline each would train its own copy."""
+    stem, body, head = (getattr(model, name) for name in names)
+    parts = {names[0]: stem, **{f"{names[1]}[{k}]": b for k, b in enumerate(body)}, names[2]: head}
+    seen: dict[int, str] = {}
+    for part, module in parts.items():
+        for path, node in nnx.iter_graph(module):
+            if not isinstance(node, nnx.Variable):
+                continue
+            here = ".".join([part, *map(str, path)])
+            there = seen.setdefault(id(node), here)
+            if there.partition(".")[0] != part:
+                raise ValueError(
+                    f"{here} and {there} are the same variable; parts that share variables (tied "
+                    "weights, a block used twice) are not supported yet: give each its own"
+                )
 
 
 def _difference(blocks: list[nnx.Module], name: str) -> str | None:

@@ -29,10 +29,7 @@ def repeat_block(
     Raises:
         ValueError: if `recompute` is none of these.
     """
-    if recompute not in get_args(Recompute):
-        raise ValueError(
-            f"recompute={recompute!r} is unknown; choose one of {', '.join(get_args(Recompute))}"
-        )
+    check_recompute(recompute)
 
     def body(blocks: Tree, x: Tree) -> Tree:
         for k in range(jax.tree.leaves(blocks)[0].shape[0]):
@@ -43,3 +40,15 @@ def repeat_block(
     # stage share a branch, and must be kept apart.
     apply = jax.checkpoint(block) if recompute == "block" else block
     return jax.checkpoint(body, prevent_cse=False) if recompute == "stage" else body
+
+
+def check_recompute(recompute: str) -> None:
+    """Refuse what is no `Recompute`.
+
+    Raises:
+        ValueError: naming it and the choices.
+    """
+    if recompute not in get_args(Recompute):
+        raise ValueError(
+            f"recompute={recompute!r} is unknown; choose one of {', '.join(get_args(Recompute))}"
+        )

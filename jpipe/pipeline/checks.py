@@ -191,13 +191,40 @@ def check_stages(stages: Stages, params: Params, inputs: Tree, mesh: Mesh) -> No
         lambda a: jax.ShapeDtypeStruct((a.shape[0] // num_stages, *a.shape[1:]), a.dtype),
         params.body,
     )
-    y = jax.eval_shape(stages.body, blocks, x)
+    y = _trace("the body", stages.body, blocks, x)
     if _describe(x) != _describe(y):
         after = "stage 1" if num_stages > 1 else "the head"
         raise ValueError(
             f"the output of stage 0 does not fit the input of {after}: the body makes "
             f"{_describe(y)} of {_describe(x)}; it must keep structure, shapes and dtypes"
         )
+
+
+def check_outputs(stages: Stages, params: Params, inputs: Tree) -> None:
+    """Refuse outputs that cannot be told apart by example. Traces, but does not compile.
+
+    Raises:
+        ValueError: naming the output and its shape.
+    """
+    params, inputs = shapes_of((params, inputs))
+    size = jax.tree.leaves(inputs)[0].shape[1]
+    top = stages.top(params.body, stages.boundary(params.stem, inputs))
+    outputs = jax.eval_shape(stages.head, params.head, top)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
+        if leaf.shape[:1] != (size,):
+            raise ValueError(
+                f"the head's output{jax.tree_util.keystr(path)} has shape {leaf.shape}; to "
+                f"predict, its first dim must be the {size} examples of a microbatch"
+            )
+
+
+def _trace(what: str, function: Any, *arguments: Tree) -> Tree:
+    """Shapes and dtypes of a result; what goes wrong is said of `what`."""
+    try:
+        return jax.eval_shape(function, *arguments)
+    except (TypeError, ValueError) as error:
+        takes = ", ".join(map(_describe, arguments[1:]))
+        raise ValueError(f"{what} does not take {takes}: {error}") from error
 
 
 def _check_floating(name: str, output: Tree) -> None:
@@ -216,13 +243,8 @@ def _check_each_stage(body: PerStage[Any], params: PerStage[Tree], x: Tree) -> N
         )
     before = "the stem"
     for s, (run, own) in enumerate(zip(body, params, strict=True)):
-        try:
-            y = jax.eval_shape(run, own, x)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"stage {s} does not take the output of {before}, {_describe(x)}: {error}"
-            ) from error
-        x, before = y, f"stage {s}"
+        x = _trace(f"stage {s} after {before}", run, own, x)
+        before = f"stage {s}"
         _check_floating(before, x)
 
 
@@ -240,6 +262,7 @@ def check_loss(
 
     params, inputs, targets = shapes_of((params, inputs, targets))
     top = stages.top(params.body, stages.boundary(params.stem, inputs))
+    _trace("the head", stages.head, params.head, top)
     value = jax.eval_shape(of_first, params.head, top, targets)
     aux = jax.tree.leaves(value.aux) if isinstance(value, LossTerms) else []
     if aux and not has_aux:

@@ -3,9 +3,9 @@
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe.mesh import STAGE
+from jpipe.mesh import STAGE, has_explicit_axes
 from jpipe.pipeline import checks, stash
 from jpipe.pipeline.forward import run_forward
 from jpipe.pipeline.layout import batch_spec, gather_params, lay_out, param_specs
@@ -95,6 +95,7 @@ def pipeline_predict(stages: Stages, mesh: Mesh) -> jax.stages.Wrapped:
         checks.check_params(params, mesh)
         checks.check_stages(stages, params, inputs, mesh)
 
+        checks.check_outputs(stages, params, inputs)
         specs, body_shapes = param_specs(mesh, params), shapes_of(params.body)
         params, inputs = lay_out(mesh, params, inputs)
 
@@ -118,7 +119,7 @@ def pipeline_predict(stages: Stages, mesh: Mesh) -> jax.stages.Wrapped:
             out_specs=spec,
             check_vma=False,
         )(params, inputs)
-        if AxisType.Explicit in mesh.axis_types:  # which cannot index a dim that is sharded
+        if has_explicit_axes(mesh):  # which cannot index a dim that is sharded
             whole = NamedSharding(mesh, PartitionSpec(None, *batch_spec(mesh)))
             by_stage = jax.tree.map(lambda a: jax.reshard(a, whole), by_stage)
         return jax.tree.map(lambda a: a[-1], by_stage)  # the last stage has the outputs

@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe.mesh import DATA, STAGE
+from jpipe.mesh import DATA, STAGE, has_explicit_axes
 from jpipe.pipeline.owners import Owners
 from jpipe.pipeline.per_stage import PerStage
 from jpipe.pipeline.stages import Params, Tree
@@ -75,7 +75,7 @@ def lay_out(mesh: Mesh, params: Params, *batch: Tree) -> tuple[Any, ...]:
     On `Explicit` axes, which `jax.make_mesh` gives by default, `shard_map` refuses arrays that lie
     otherwise; on `Auto` axes it moves them.
     """
-    if set(mesh.axis_types) != {AxisType.Explicit}:
+    if not has_explicit_axes(mesh):
         return params, *batch
     sharding = batch_sharding(mesh)
     return (

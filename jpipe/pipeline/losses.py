@@ -18,8 +18,9 @@ class LossTerms(NamedTuple):
     Attributes:
         total: floating-point scalar, the sum over the microbatch of weight times loss.
         weight: scalar, the sum over the microbatch of the weights; no gradient flows through it.
+            If all weights of a step are 0, the loss and the gradients are not numbers.
         aux: pytree of arrays to report, such as the number of right guesses; summed over
-            microbatches and over the `data` axis.
+            microbatches and over the `data` axis, in at least float32 or int32.
     """
 
     total: jax.Array
@@ -28,16 +29,25 @@ class LossTerms(NamedTuple):
 
 
 Loss = Callable[[Tree, Tree], Any]
-"""`(outputs, targets) -> scalar`, the mean loss of one microbatch, or `-> LossTerms`."""
+"""`(outputs, targets) -> scalar`, the plain mean over the examples of one microbatch, or
+`-> LossTerms` if they do not all count the same. Over the `data` axis each device has a part of the
+examples, and means of parts are only averaged rightly if every example counts."""
 
 
 def loss_terms(value: jax.Array | LossTerms) -> LossTerms:
     """Terms in float32; a scalar counts as one example."""
     terms = value if isinstance(value, LossTerms) else LossTerms(value, jnp.ones(()))
     weight = jax.lax.stop_gradient(jnp.asarray(terms.weight, jnp.float32))
-    aux = jax.tree.map(lambda a: jax.lax.stop_gradient(jnp.asarray(a)), terms.aux)
+    aux = jax.tree.map(_summable, terms.aux)
     total = jnp.asarray(terms.total)
     return LossTerms(total.astype(jnp.promote_types(total.dtype, jnp.float32)), weight, aux)
+
+
+def _summable(value: Any) -> jax.Array:
+    """In a dtype in which many can be summed: a bfloat16 count would stop at 256."""
+    array = jax.lax.stop_gradient(jnp.asarray(value))
+    least = jnp.float32 if jnp.issubdtype(array.dtype, jnp.inexact) else jnp.int32
+    return array.astype(jnp.promote_types(array.dtype, least))
 
 
 def no_terms(like: Any) -> LossTerms:

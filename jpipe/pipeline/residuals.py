@@ -4,13 +4,16 @@ Between the two lies what the backward needs of the forward: the residuals. `jax
 and the user decides which there are with `jax.checkpoint`. Of these we keep fewer bytes than
 `jax.vjp` would:
 
-- what depends on the parameters alone (cast or reshaped weights) is computed again;
-- what follows from other values by elementwise operations or changes of shape is computed again,
-  where XLA fuses it into its use. Which values to keep is a minimum cut of the program.
+- what depends on the parameters alone (cast weights, products of weights) is computed again;
+- what follows from other values by continuous elementwise operations or changes of shape is
+  computed again, where XLA fuses it into its use. Which values to keep is a minimum cut of the
+  program.
 
 The second idea is that of the min-cut rematerialization in PyTorch's AOTAutograd (He and Yu,
-"Min-cut optimal(*) recomputation", 2022). The values computed again are the same operations on
-the same numbers.
+"Min-cut optimal(*) recomputation", 2022). Decisions are never made twice: XLA may round the same
+expression otherwise in another program, and a comparison that was true in the forward could be
+false in the backward. So comparisons and roundings count as results to keep.
+A loop counts as a whole: weights cast inside of a `jax.lax.scan` are kept with what depends on x.
 """
 
 import dataclasses
@@ -19,19 +22,20 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 
 from jpipe.pipeline.mincut import minimum_vertex_cut
 
 Tree = Any
 
 _ELEMENTWISE = """
-abs add add_any and ceil clamp convert_element_type copy cos div eq exp exp2 expm1 floor ge gt imag
-integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow real reduce_precision
-rem round rsqrt select_n sign sin sqrt square stop_gradient sub tanh xor
+abs add add_any and clamp convert_element_type copy cos div exp exp2 expm1 imag integer_pow log
+log1p logistic max min mul neg not or pow real reduce_precision rsqrt select_n sin sqrt square
+stop_gradient sub tanh xor
 """
 _SHAPE = "broadcast_in_dim expand_dims iota reshape slice squeeze transpose"
 CHEAP = frozenset(_ELEMENTWISE.split() + _SHAPE.split())
-"""Primitives whose outputs are computed again rather than kept: no reduction, no contraction."""
+"""Primitives that may be computed again: no reduction or contraction, and nothing that jumps."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,7 +76,7 @@ def split_gradient(function: Callable[[Tree, Tree], Tree], params: Tree, x: Tree
     y_vars, residual_vars = program.jaxpr.outvars[:num_y], program.jaxpr.outvars[num_y:]
     kept_vars = _cheapest_to_keep(program.jaxpr, inputs[num_params:], residual_vars)
 
-    run_forward = _subprogram(program, inputs, [*y_vars, *kept_vars])
+    run_forward = _subprogram(program, inputs, [*y_vars, *kept_vars], effects=True)
     run_rest = _subprogram(program, [*inputs[:num_params], *kept_vars], residual_vars)
 
     def forward(params: Tree, x: Tree) -> tuple[Tree, list[jax.Array]]:
@@ -100,7 +104,7 @@ def _cheapest_to_keep(
             continue
         for out in eqn.outvars:
             index[out] = len(index)
-            if eqn.primitive.name in CHEAP:
+            if _is_cheap(eqn):
                 edges += [(index[v], index[out]) for v in known]
             else:
                 sources.append(index[out])
@@ -110,7 +114,19 @@ def _cheapest_to_keep(
     return [variables[k] for k in minimum_vertex_cut(cost, edges, sources, targets)]
 
 
-def _shape(variable: jex.Var) -> jax.ShapeDtypeStruct:
+def _is_cheap(eqn: jex.JaxprEqn) -> bool:
+    """Whether to compute an equation again; a conversion to integers decides, like a rounding."""
+    if eqn.primitive.name == "convert_element_type":
+        before, after = (jnp.issubdtype(_shape(v).dtype, jnp.inexact) for v in _ends(eqn))
+        return after or not before
+    return eqn.primitive.name in CHEAP
+
+
+def _ends(eqn: jex.JaxprEqn) -> tuple[Any, Any]:
+    return eqn.invars[0], eqn.outvars[0]
+
+
+def _shape(variable: jex.Var | jex.Literal) -> jax.ShapeDtypeStruct:
     aval: Any = variable.aval
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
@@ -119,13 +135,15 @@ def _subprogram(
     program: jex.ClosedJaxpr,
     inputs: Sequence[jex.Var],
     outputs: Sequence[jex.Var | jex.Literal],
+    *,
+    effects: bool = False,
 ) -> Callable[..., list[Any]]:
-    """The part of a program that leads from some of its variables to others."""
+    """The part of a program that leads from some variables to others, with its effects or not."""
     given = set(inputs) | set(program.jaxpr.constvars)
     needed = {v for v in outputs if isinstance(v, jex.Var)} - given
     eqns = []
     for eqn in reversed(program.jaxpr.eqns):
-        if needed.isdisjoint(eqn.outvars):
+        if needed.isdisjoint(eqn.outvars) and not (effects and eqn.effects):
             continue
         eqns.append(eqn)
         needed.difference_update(eqn.outvars)

@@ -1,8 +1,9 @@
 """Tell the user when functions made anew for every call are compiled anew for every call."""
 
-import inspect
+import types
 import warnings
-from collections.abc import Hashable
+import weakref
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from jpipe.pipeline.losses import Loss
@@ -10,11 +11,12 @@ from jpipe.pipeline.per_stage import PerStage
 from jpipe.pipeline.stages import Stages
 
 _LIMIT = 3
-_compiled: dict[Hashable, dict[tuple[int, ...], Any]] = {}
+_Seen = tuple[Callable[[], Any], ...]
+_compiled: dict[Hashable, list[_Seen]] = {}
 
 
 def warn_if_compiled_again(stages: Stages, loss: Loss, *rest: Hashable) -> None:
-    """Count one compilation; warn from the third on for the same code and the same shapes.
+    """Note one compilation; warn from the third on for new functions of the same code.
 
     JAX tells functions apart by identity: a lambda written inside a training loop is a new function
     in every step. Call this while tracing.
@@ -26,12 +28,12 @@ def warn_if_compiled_again(stages: Stages, loss: Loss, *rest: Hashable) -> None:
     """
     bodies = tuple(stages.body) if isinstance(stages.body, PerStage) else (stages.body,)
     functions = (stages.stem, *bodies, stages.head, loss)
-    # The first few are kept, so that none of their ids is used again.
-    seen = _compiled.setdefault((tuple(map(_origin, functions)), rest), {})
-    if (made := tuple(map(id, functions))) in seen:
-        return
+    seen = _compiled.setdefault((tuple(map(_origin, functions)), rest), [])
+    for known in seen:
+        if all(ref() is f for ref, f in zip(known, functions, strict=True)):
+            return  # the same functions, for arguments that lie elsewhere
     if len(seen) < _LIMIT:
-        seen[made] = functions
+        seen.append(tuple(map(_refer, functions)))
     if len(seen) == _LIMIT:
         warnings.warn(
             f"the same program was compiled at least {_LIMIT} times, for a loss or stages that are "
@@ -42,10 +44,25 @@ def warn_if_compiled_again(stages: Stages, loss: Loss, *rest: Hashable) -> None:
         )
 
 
+def _refer(function: Any) -> Callable[[], Any]:
+    """A weak reference where there can be one, so that nothing is kept alive."""
+    try:
+        return weakref.ref(function)
+    except TypeError:
+        return lambda: function
+
+
 def _origin(value: Any, depth: int = 4) -> Hashable:
-    """What two functions share that the same line made of the same things."""
-    code = getattr(value, "__code__", None)
-    if code is None:
-        return value if isinstance(value, Hashable) else repr(type(value))
-    inner = inspect.getclosurevars(value).nonlocals if depth and inspect.isfunction(value) else {}
-    return code, tuple(_origin(inner[name], depth - 1) for name in sorted(inner))
+    """What two functions share that the same line made of like things; never looks at values."""
+    if not isinstance(value, types.FunctionType) or not depth:
+        return getattr(value, "__qualname__", None), type(value)
+    return value.__code__, tuple(
+        _origin(_content(cell), depth - 1) for cell in value.__closure__ or ()
+    )
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None

@@ -3,7 +3,6 @@
 Every stage runs the same program, so all have as many slots as the stage that needs most.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -40,8 +39,3 @@ def read(buffers: Tree, slot: jax.Array | int) -> Tree:
     return jax.tree.map(
         lambda buffer: jax.lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False), buffers
     )
-
-
-def num_bytes(contents: Sequence[jax.ShapeDtypeStruct]) -> int:
-    """Size of one slot in bytes."""
-    return sum(c.size * c.dtype.itemsize for c in contents)

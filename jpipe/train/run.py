@@ -35,6 +35,7 @@ DIVERGED = 1
 
 _PROMPT = 64
 _SAMPLE = 256
+_SAMPLE_TOKENS = 2**17  # seen in all, for each token sampled the model sees a whole context
 
 
 class NotFiniteError(ArithmeticError):
@@ -85,11 +86,11 @@ class Run:
             state = init_train_state(setup.init, setup.optimizer, setup.mesh)
             try:
                 state = self._train(state, programs, interrupt)
+                self._finish(state, programs, interrupt, started)
             except NotFiniteError as error:
                 self._draw()
                 self.console.print(f"error: {error}", style="red", soft_wrap=True)
                 return DIVERGED
-            self._finish(state, programs, interrupt, started)
         return INTERRUPTED if interrupt.requested else 0
 
     def _compile(self) -> Programs:
@@ -154,7 +155,11 @@ class Run:
                     "tokens_per_s": rate,
                 }
                 if options.eval_every and step % options.eval_every == 0 and step < options.steps:
-                    record["validation_loss"] = self._evaluate(step, state, programs)
+                    try:
+                        record["validation_loss"] = self._evaluate(step, state, programs)
+                    except NotFiniteError:
+                        setup.folder.log(record)  # the step itself was sound
+                        raise
                 setup.folder.log(record)
                 progress.update(
                     task,
@@ -167,6 +172,12 @@ class Run:
     def _evaluate(self, step: int, state: TrainState, programs: Programs) -> float:
         batch = jax.device_put(self.setup.validation.windows, batch_sharding(self.setup.mesh))
         loss = float(programs.evaluate(state.params, *batch))
+        if not math.isfinite(loss):
+            raise NotFiniteError(
+                f"step {step}: after its update the validation loss is {loss}; a lower "
+                f"--learning-rate than {self.setup.options.learning_rate} may help. "
+                f"{self.setup.folder.path} keeps what came before"
+            )
         self.validation[step] = loss
         training = f"training {self.losses[step]:.3f} nats, " if step in self.losses else ""
         self._say(f"step {step}: {training}validation {describe_loss(loss, self.setup.unit)}")
@@ -180,9 +191,9 @@ class Run:
         last = max(self.losses, default=0)
         if interrupt.requested:
             self._say(f"interrupted after step {last}; writing everything")
+        final = self._evaluate(last, state, programs)
         params = setup.model.to_plain(state.params)
         folder.write("params.msgpack", serialization.msgpack_serialize(params))
-        final = self._evaluate(last, state, programs)
         self._draw()
         folder.write_json(
             "summary.json",
@@ -210,6 +221,7 @@ class Run:
 
     def _show_sample(self, state: TrainState) -> None:
         setup, context = self.setup, self.setup.options.context
+        length = max(1, min(_SAMPLE, _SAMPLE_TOKENS // context))
         prompt = setup.validation.windows.inputs[0, 0, : min(_PROMPT, context)]
         with self._status("sampling"):
             added = sample_tokens(
@@ -218,7 +230,7 @@ class Run:
                 state.params,
                 prompt,
                 context=context,
-                length=_SAMPLE,
+                length=length,
                 seed=setup.options.seed,
             )
         if setup.tokens.is_bytes:
@@ -227,7 +239,7 @@ class Run:
             )
         else:
             before, after = (" ".join(map(str, t)) + " " for t in (prompt, added))
-        self._say(f"\na sample: {_SAMPLE} {setup.unit}s after a prompt from the validation text")
+        self._say(f"\na sample: {length} {setup.unit}s after a prompt from the validation text")
         self.console.print(_printable(before), style="dim", end="", soft_wrap=True)
         self.console.print(_printable(after), soft_wrap=True)
         setup.folder.write("sample.txt", (before + after).encode())

@@ -1,5 +1,6 @@
 """The folder a run writes to. Nothing in it is ever half-written."""
 
+import itertools
 import json
 import time
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from typing import IO, Any
 from jpipe.files import write_atomically
 
 _METRICS = "metrics.jsonl"
+_SUMMARY = "summary.json"
 
 
 class RunFolder:
@@ -24,11 +26,11 @@ class RunFolder:
     """
 
     def __init__(self, path: str | None, name: str, config: Mapping[str, Any]) -> None:
-        self.path = Path(path or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         self._metrics: IO[str] | None = None
+        self.path = Path(path) if path else _unused(f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            if (self.path / _METRICS).exists():
+            if any((self.path / mark).exists() for mark in (_METRICS, _SUMMARY)):
                 raise ValueError(
                     f"--out {self.path} already holds a run; choose another folder or remove it"
                 )
@@ -44,7 +46,7 @@ class RunFolder:
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a JSON file as a whole."""
-        self.write(name, (json.dumps(content, indent=2) + "\n").encode())
+        self.write(name, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Add one line to metrics.jsonl; it has left the process when this returns."""
@@ -57,3 +59,16 @@ class RunFolder:
         """Close metrics.jsonl."""
         if self._metrics is not None:
             self._metrics.close()
+
+
+def _unused(path: str) -> Path:
+    """A folder of this name or, if there is one, of this name and a number; made right here."""
+    for suffix in itertools.chain([""], (f"-{k}" for k in itertools.count(2))):
+        try:
+            Path(path + suffix).mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:  # said by whoever writes to it
+            break
+        return Path(path + suffix)
+    return Path(path)

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +32,7 @@ def tokens(num_microbatches, size=2):
     return drawn[..., :-1], drawn[..., 1:]
 
 
+@functools.cache
 def plain_numbers(num_microbatches):
     """Loss and gradients as a Flax user gets them, without jpipe."""
     model = make_gpt(nnx.Rngs(0))
@@ -102,6 +105,13 @@ def linear(rngs, width=4, **settings):
     return nnx.Linear(width, width, rngs=rngs, **settings)
 
 
+def tied(rngs):
+    model = Parts(rngs, [linear(rngs)])
+    model.head = nnx.Linear(3, 4, rngs=rngs)
+    model.head.kernel = model.stem.kernel
+    return model
+
+
 BAD = {
     "missing": (lambda r: nnx.Linear(2, 2, rngs=r), ["stem='stem'", "Linear"]),
     "no blocks": (lambda r: Parts(r, []), ["body='blocks'", "at least one"]),
@@ -116,6 +126,8 @@ BAD = {
     ),
     "outside": (lambda r: Parts(r, [linear(r)], extra=linear(r)), ["extra.", "stem, blocks, head"]),
     "state": (lambda r: Parts(r, [nnx.BatchNorm(4, rngs=r)]), ["BatchStat", "not supported"]),
+    "twice": (lambda r: Parts(r, [linear(r)] * 3), ["blocks[1].", "blocks[0].", "same variable"]),
+    "tied": (lambda r: tied(r), ["head.", "stem.", "same variable"]),
     "random": (lambda r: Parts(r, [nnx.Dropout(0.5, rngs=r)]), ["Rng", "not supported"]),
 }
 
@@ -248,5 +260,9 @@ def test_cuts_that_do_not_fit_are_refused():
             pipeline_from_nnx(Funnel, **parts, num_stages=3, split_points=cuts)
     with pytest.raises(ValueError, match="5 layers cannot be cut into 6 stages"):
         pipeline_from_nnx(Funnel, **parts, num_stages=6, inputs=np.zeros((2, 5), np.float32))
+    with pytest.raises(ValueError, match=r"split_points=\(2,\); give num_stages"):
+        pipeline_from_nnx(make_gpt, stem="embedding", body="blocks", head="head", split_points=(2,))
+    with pytest.raises(ValueError, match="recompute='blocks' is unknown"):
+        pipeline_from_nnx(Funnel, **parts, num_stages=2, split_points=(2,), recompute="blocks")
     with pytest.raises(ValueError, match=r"inputs=None.*split_points"):
         pipeline_from_nnx(Funnel, **parts, num_stages=3)

@@ -49,6 +49,43 @@ def mlp(
     return Problem(stages, lambda y, t: jnp.mean((y - t) ** 2), params, inputs, targets)
 
 
+def deciding(num_blocks, num_microbatches, kind, *, size=8, width=64):
+    """Blocks whose gradient hangs on comparisons: the place of a maximum, the k largest."""
+    keys = jax.random.split(jax.random.key(2), 6)
+    weights = (num_blocks, width, width)
+    params = Params(
+        stem=normal(keys[0], 5, width),
+        body={
+            "w": normal(keys[1], *weights),
+            "w2": normal(keys[2], *weights),
+            "b": normal(keys[3], num_blocks, width),
+        },
+        head=normal(keys[4], width, 1),
+    )
+
+    def maximum(p, x):
+        t = (x @ p["w"]) * 0.37
+        return x + jnp.tanh(t @ p["w2"] + jnp.max(t + p["b"], axis=-1, keepdims=True))
+
+    def top(p, x):
+        u = (x @ p["w"]) * 0.37 + p["b"]
+        kept = jnp.where(u >= jax.lax.top_k(u, 8)[0][..., -1:], u, 0)
+        return x + jnp.tanh(kept @ p["w2"])
+
+    def rounding(p, x):
+        u = (x @ p["w"]) * 0.37 + p["b"]
+        return x + jnp.tanh((u - jnp.floor(u)) @ p["w2"]) * jnp.sign(u) * (u > 0).astype(int)
+
+    block = {"maximum": maximum, "top": top, "rounding": rounding}[kind]
+    stages = Stages(
+        stem=lambda p, x: x @ p, body=repeat_block(block), head=lambda p, x: (x @ p)[..., 0]
+    )
+    inputs = jax.random.normal(keys[5], (num_microbatches, size, 5))
+    return Problem(
+        stages, lambda y, t: jnp.mean((y - t) ** 2), params, inputs, jnp.sin(inputs.sum(-1))
+    )
+
+
 def two_streams(num_blocks, num_microbatches, *, size=4, narrow=jnp.float32):
     """The boundary is a pytree of two arrays of different shape (and dtype); so is the batch."""
     keys = jax.random.split(jax.random.key(1), 6)

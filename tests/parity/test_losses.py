@@ -79,3 +79,16 @@ def test_aux_is_not_dropped_in_silence():
     run = pipeline_value_and_grad(problem.stages, problem.loss, make_mesh(1))
     with pytest.raises(ValueError, match="has_aux=True"):
         run(problem.params, problem.inputs, problem.targets)
+
+
+def test_aux_is_summed_in_a_dtype_that_can_count():
+    problem = models.mlp(1, 300, size=1)
+
+    def loss(outputs, targets):
+        aux = {"half": jnp.ones((), jnp.bfloat16), "flag": jnp.ones((), bool)}
+        return LossTerms(jnp.mean((outputs - targets) ** 2), 1.0, aux)
+
+    run = pipeline_value_and_grad(problem.stages, loss, make_mesh(1), has_aux=True)
+    (_, aux), _ = run(problem.params, problem.inputs, problem.targets)
+    assert float(aux["half"]) == 300
+    assert int(aux["flag"]) == 300

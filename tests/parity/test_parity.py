@@ -55,6 +55,14 @@ def test_bfloat16(schedule):
     assert_same(actual, expected, TOLERANCE["bfloat16"])
 
 
+@pytest.mark.parametrize("kind", ["maximum", "top", "rounding"])
+@pytest.mark.parametrize("num_stages", [1, 4])
+def test_decisions_are_made_once(kind, num_stages):
+    """A backward that compared again what XLA had rounded otherwise was off by up to a fifth."""
+    problem = models.deciding(4, 4, kind)
+    assert_same(pipeline_numbers(problem, "1f1b", num_stages), reference_numbers(problem))
+
+
 def test_schedules_agree_to_the_bit():
     problem = models.mlp(4, 6)
     numbers = [pipeline_numbers(problem, schedule, 4) for schedule in SCHEDULES]
@@ -63,7 +71,7 @@ def test_schedules_agree_to_the_bit():
             np.testing.assert_array_equal(a, b)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     schedule=st.sampled_from(sorted(SCHEDULES)),
     num_stages=st.integers(1, 8),

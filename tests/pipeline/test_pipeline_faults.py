@@ -210,3 +210,47 @@ def test_float64_against_plain_autodiff():
         text=True,
     )
     assert run.stdout.split() == ["same"], run.stderr
+
+
+def test_effects_in_the_model_happen_once_a_microbatch(capfd):
+    problem = models.mlp(P, M)
+
+    def block(p, x):
+        jax.debug.print("block {}", x.sum())
+        return x + jnp.tanh(x @ p["w"] + p["b"])
+
+    stages = dataclasses.replace(problem.stages, body=repeat_block(block))
+    jax.block_until_ready(build(problem._replace(stages=stages))(*arguments(problem)))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("block ") == P * M
+
+
+@pytest.mark.parametrize("held", [(jnp.ones(3), [1.0]), {"a": [2.0]}, [jnp.zeros(2)]], ids=str)
+def test_functions_may_close_over_anything(held):
+    problem = models.mlp(P, M)
+
+    def loss(y, t):
+        return jnp.mean((y - t) ** 2) + 0 * len(held)
+
+    def unfilled(y, t):
+        return loss(y, t) if never is None else never  # noqa: F821
+
+    for function in (loss, lambda y, t: loss(y, t)):
+        build(problem._replace(loss=function))(*arguments(problem))
+    never = None
+    del never
+    build(problem._replace(loss=lambda y, t, f=unfilled: loss(y, t)))(*arguments(problem))
+
+
+def test_predictions_need_an_examples_dim():
+    problem = models.mlp(P, M)
+    stages = dataclasses.replace(problem.stages, head=lambda p, x: jnp.mean(x @ p["w"]))
+    with pytest.raises(ValueError, match=r"head's output has shape \(\).*examples"):
+        pipeline_predict(stages, make_mesh(P))(problem.params, problem.inputs)
+
+
+def test_a_head_that_does_not_fit_is_named():
+    problem = models.mlp(P, M)
+    stages = dataclasses.replace(problem.stages, head=lambda p, x: x @ p["w"].T)
+    with pytest.raises(ValueError, match=r"the head does not take float32\[4, 8\]"):
+        build(problem._replace(stages=stages))(*arguments(problem))

@@ -17,6 +17,7 @@ from flax import nnx
 from jpipe.models import GPT, GPTConfig, next_token_loss
 from jpipe.train.__main__ import main
 from jpipe.train.options import TrainOptions, parse_options
+from jpipe.train.run_folder import RunFolder
 
 SMALL = """
 --layers 4 --width 16 --heads 2 --context 16 --batch-size 4 --microbatches 2 --steps 5
@@ -116,7 +117,7 @@ def test_learns(tmp_path):
 
 def test_no_steps(tmp_path):
     folder = train(tmp_path, "--mesh", "2", "--steps", "0")
-    assert metrics(folder) == [] if (folder / "metrics.jsonl").exists() else True
+    assert not (folder / "metrics.jsonl").exists()
     assert (folder / "params.msgpack").exists()
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 0
@@ -164,6 +165,24 @@ def test_divergence_ends_the_run_and_keeps_what_came_before(tmp_path, capsys):
     assert "--learning-rate" in out
     assert not (folder / "params.msgpack").exists()
     assert (folder / "loss.png").exists()
+
+
+@pytest.mark.parametrize("steps", ["1", "3"])
+def test_divergence_seen_by_the_validation(tmp_path, capsys, steps):
+    folder = tmp_path / "run"
+    arguments = ["--mesh", "2", "--steps", steps, "--eval-every", "1", "--learning-rate", "1e30"]
+    assert main([*SMALL, "--out", str(folder), *arguments]) == 1
+    assert "step 1: after its update the validation loss is" in capsys.readouterr().out
+    assert [row["step"] for row in metrics(folder)] == [1]
+    assert not (folder / "params.msgpack").exists()
+    assert not (folder / "summary.json").exists()
+
+
+def test_two_runs_in_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: "now")
+    folders = [RunFolder(None, "gpt", {}).path for _ in range(3)]
+    assert [folder.name for folder in folders] == ["gpt-now", "gpt-now-2", "gpt-now-3"]
 
 
 def run_command(tmp_path, *arguments, **environment):
@@ -220,3 +239,14 @@ def test_option_names_are_frozen():
     assert sorted(vars(TrainOptions())) == sorted(names.split())
     options = parse_options(["--data", "a", "b", "--vocab-size", "7", "--dry-run"])
     assert options == TrainOptions(data=("a", "b"), vocab_size=7, dry_run=True)
+
+
+@pytest.mark.slow
+def test_the_default_run_beats_the_bigram_model(tmp_path):
+    """What the README promises of `python -m jpipe.train --mesh 4`."""
+    command = [sys.executable, "-m", "jpipe.train", "--mesh", "4", "--out", "run"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=1500)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 600
+    assert summary["validation_loss"] < summary["bigram_validation_loss"]
+    assert summary["bytes_per_device"] < summary["bytes_on_one_device"]
