@@ -201,20 +201,19 @@ def check_stages(stages: Stages, params: Params, inputs: Tree, mesh: Mesh) -> No
 
 
 def check_outputs(stages: Stages, params: Params, inputs: Tree) -> None:
-    """Refuse outputs that cannot be told apart by example. Traces, but does not compile.
+    """Refuse outputs that cannot lie over the devices of an axis. Traces, but does not compile.
 
     Raises:
         ValueError: naming the output and its shape.
     """
     params, inputs = shapes_of((params, inputs))
-    size = jax.tree.leaves(inputs)[0].shape[1]
     top = stages.top(params.body, stages.boundary(params.stem, inputs))
     outputs = jax.eval_shape(stages.head, params.head, top)
     for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
-        if leaf.shape[:1] != (size,):
+        if not leaf.shape:
             raise ValueError(
-                f"the head's output{jax.tree_util.keystr(path)} has shape {leaf.shape}; to "
-                f"predict, its first dim must be the {size} examples of a microbatch"
+                f"the head's output{jax.tree_util.keystr(path)} is a scalar; to predict, its first "
+                "dim must hold the examples of a microbatch"
             )
 
 

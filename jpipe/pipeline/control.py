@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from jpipe.pipeline.rows import Phase, Row
+from jpipe.pipeline.rows import Beat, Row
 from jpipe.pipeline.stages import Tree
 from jpipe.schedule.table import Route, Schedule
 
@@ -18,7 +18,7 @@ def when(predicate: jax.Array, operation: Any, *operands: Any) -> Any:
     return jax.lax.cond(predicate, operation, skip, *operands)
 
 
-def send(payload: Tree, schedule: Schedule, phase: Phase, row: Row, axis: str) -> Tree:
+def send(payload: Tree, schedule: Schedule, beat: Beat, row: Row, axis: str) -> Tree:
     """Send each stage's payload along the route of this tick.
 
     Every stage takes part, whatever it did in the tick. Where the route has to be picked at run
@@ -27,7 +27,7 @@ def send(payload: Tree, schedule: Schedule, phase: Phase, row: Row, axis: str) -
     Args:
         payload: pytree of arrays.
         schedule: the table.
-        phase: this tick's place in the period.
+        beat: this tick's place in the period.
         row: this tick's row.
         axis: the mesh axis of the stages; must be manual.
 
@@ -40,7 +40,7 @@ def send(payload: Tree, schedule: Schedule, phase: Phase, row: Row, axis: str) -
             return payload
         return jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, axis, route), payload)
 
-    if phase.route is not None:
-        return along(phase.route, payload)
+    if beat.route is not None:
+        return along(beat.route, payload)
     branches = [lambda p, r=route: along(r, p) for route in schedule.routes]
     return jax.lax.switch(row.route, branches, payload)

@@ -19,7 +19,7 @@ from jpipe.pipeline.control import send, when
 from jpipe.pipeline.losses import Loss, LossTerms, add_terms, loss_terms, no_terms
 from jpipe.pipeline.program import Program, body_program
 from jpipe.pipeline.residuals import SplitGradient
-from jpipe.pipeline.rows import Phase, Row, table_rows
+from jpipe.pipeline.rows import Beat, Row, table_rows
 from jpipe.pipeline.stages import Params, Stages, Tree
 from jpipe.schedule.slots import assign_slots
 from jpipe.schedule.table import Op, Schedule
@@ -77,12 +77,12 @@ class Executor:
             and the gradients of the total divided by M: of `body` for this stage's blocks, of
             `stem` and `head` where this stage runs them and else 0.
         """
-        phases, rows = table_rows(self.schedule, self.axis)
+        beats, rows = table_rows(self.schedule, self.axis)
 
         def group(carry: Carry, rows: Row) -> tuple[Carry, None]:
-            for k, phase in enumerate(phases):
+            for k, beat in enumerate(beats):
                 row = jax.tree.map(lambda column, k=k: column[k], rows)
-                carry = self._tick(carry, row, phase)
+                carry = self._tick(carry, row, beat)
             return carry, None
 
         carry, _ = jax.lax.scan(group, self._start(), rows)
@@ -120,13 +120,13 @@ class Executor:
             terms=no_terms(jax.eval_shape(self._run_head, self.params.head, payload, 0)),
         )
 
-    def _tick(self, carry: Carry, row: Row, phase: Phase) -> Carry:
+    def _tick(self, carry: Carry, row: Row, beat: Beat) -> Carry:
         """Run one row, and send what it made, or with hop 2 what the row before made."""
         if self.schedule.hop == 1:
-            made, carry = self._operate(carry, row, phase.ops)
-            return carry._replace(inbox=send(made, self.schedule, phase, row, self.axis))
-        arrived = send(carry.outbox, self.schedule, phase, row, self.axis)
-        made, carry = self._operate(carry, row, phase.ops)
+            made, carry = self._operate(carry, row, beat.ops)
+            return carry._replace(inbox=send(made, self.schedule, beat, row, self.axis))
+        arrived = send(carry.outbox, self.schedule, beat, row, self.axis)
+        made, carry = self._operate(carry, row, beat.ops)
         return carry._replace(inbox=arrived, outbox=made)
 
     def _operate(self, carry: Carry, row: Row, ops: frozenset[Op]) -> tuple[Tree, Carry]:

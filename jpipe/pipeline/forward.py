@@ -44,7 +44,7 @@ def run_forward(
     """
     num_microbatches = jax.tree.leaves(inputs)[0].shape[0]
     schedule = forward_only_schedule(num_stages, num_microbatches)
-    phases, rows = table_rows(schedule, STAGE)
+    beats, rows = table_rows(schedule, STAGE)
     stage = jax.lax.axis_index(STAGE)
     x = stages.boundary(params.stem, inputs)
     program = body_program(stages, STAGE, params.body, body_shapes, x)
@@ -54,7 +54,7 @@ def run_forward(
 
     def group(carry: tuple[Tree, T], rows: Row) -> tuple[tuple[Tree, T], None]:
         payload, result = carry
-        for k, phase in enumerate(phases):
+        for k, beat in enumerate(beats):
             row: Row = jax.tree.map(lambda column, k=k: column[k], rows)
             run = row.op == Op.FORWARD
             payload = when(
@@ -70,7 +70,7 @@ def run_forward(
                 ),
                 result,
             )
-            payload = send(payload, schedule, phase, row, STAGE)
+            payload = send(payload, schedule, beat, row, STAGE)
         return (payload, result), None
 
     nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), program.payload)

@@ -27,7 +27,7 @@ class Row(NamedTuple):
     route: jax.Array
 
 
-class Phase(NamedTuple):
+class Beat(NamedTuple):
     """What is the same in every tick at one place of the table's period.
 
     Attributes:
@@ -39,7 +39,7 @@ class Phase(NamedTuple):
     ops: frozenset[Op]
 
 
-def table_rows(schedule: Schedule, axis: str) -> tuple[list[Phase], Row]:
+def table_rows(schedule: Schedule, axis: str) -> tuple[list[Beat], Row]:
     """What is known of a table when the program is compiled, and the rest as arrays.
 
     Where the routes of the table repeat, its rows come in groups of one period. Where they do not
@@ -50,7 +50,7 @@ def table_rows(schedule: Schedule, axis: str) -> tuple[list[Phase], Row]:
         axis: the mesh axis of the stages; must be manual.
 
     Returns:
-        A phase for each tick of a period, and this stage's rows, each field int32
+        A beat for each tick of a period, and this stage's rows, each field int32
         `[ticks / period, period]`, padded with idle ticks.
     """
     # With hop 2 a tick sends what the tick before it made.
@@ -58,8 +58,8 @@ def table_rows(schedule: Schedule, axis: str) -> tuple[list[Phase], Row]:
     period = min(len(schedule.routes), schedule.num_ticks)
     repeats = np.array_equal(route, np.resize(route[:period], schedule.num_ticks))
     period = period if repeats else 1
-    phases = [
-        Phase(
+    beats = [
+        Beat(
             route=schedule.routes[route[k]] if repeats else None,
             ops=frozenset(Op(op) for op in np.unique(schedule.op[k::period])),
         )
@@ -76,4 +76,4 @@ def table_rows(schedule: Schedule, axis: str) -> tuple[list[Phase], Row]:
     slot = assign_slots(schedule).slot
     route_of_stage = np.broadcast_to(route[:, None], schedule.op.shape)
     columns = (schedule.op, schedule.microbatch, slot, route_of_stage)
-    return phases, Row(*(column(cells) for cells in columns))
+    return beats, Row(*(column(cells) for cells in columns))

@@ -245,7 +245,7 @@ def test_functions_may_close_over_anything(held):
 def test_predictions_need_an_examples_dim():
     problem = models.mlp(P, M)
     stages = dataclasses.replace(problem.stages, head=lambda p, x: jnp.mean(x @ p["w"]))
-    with pytest.raises(ValueError, match=r"head's output has shape \(\).*examples"):
+    with pytest.raises(ValueError, match=r"head's output is a scalar.*examples"):
         pipeline_predict(stages, make_mesh(P))(problem.params, problem.inputs)
 
 

@@ -204,7 +204,9 @@ def test_keeps_no_more_than_vjp(name):
 def test_keeps_nothing_of_the_parameters(name):
     params, x = arguments()
     split = split_gradient(FUNCTIONS[name], params, x)
-    assert all(depend_on_x(lambda p, x: split.forward(p, x)[1], params, x))
+    varies = depend_on_x(lambda p, x: split.forward(p, x)[1], params, x)
+    # What was decided about x may come out the same for every x tried.
+    assert all(v or k.dtype == bool for v, k in zip(varies, split.kept, strict=True))
 
 
 def test_the_test_sees_what_vjp_keeps():
