@@ -8,6 +8,8 @@ from typing import NoReturn
 
 BAD_INPUT = 2
 """Exit status for bad input."""
+FAILED = 1
+"""Exit status after a loss that is not finite, or a file that cannot be written."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 

@@ -163,7 +163,8 @@ def make_train_step(
     Returns:
         A jitted `(state, inputs, targets) -> (state, metrics)`; inputs and targets are pytrees of
         `[M, microbatch, ...]` arrays. The state passed in is donated: its buffers become those of
-        the state that comes back.
+        the state that comes back. On simulated devices wait for each step before the next: XLA on
+        the CPU aborts if several steps in flight keep each other waiting.
 
     Raises:
         ValueError: as `pipeline_value_and_grad`.

@@ -1,9 +1,10 @@
 """The main command: `python -m jpipe.train --mesh 4`."""
 
+import io
 import sys
 from collections.abc import Sequence
 
-from jpipe.cli import INTERRUPTED, refuse
+from jpipe.cli import FAILED, INTERRUPTED, refuse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -13,8 +14,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; None for those of the process.
 
     Returns:
-        The exit status: 0; 1 if the loss was not finite; 2 for bad input, which one message on
-        stderr explains; 130 if Ctrl-C ended the run early.
+        The exit status: 0; 1 if the loss was not finite or a file could not be written; 2 for bad
+        input, which one message on stderr explains; 130 if Ctrl-C ended the run early.
     """
     try:
         # Imported here because it takes seconds, during which Ctrl-C should end the command, too.
@@ -30,7 +31,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             return refuse(error)
         enable_compilation_cache()
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a picture must not end a run
         return Run(setup, Console(markup=False, highlight=False)).execute()
+    except OSError as error:
+        print(f"error: {error}; the run folder keeps what came before", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         print("interrupted at once; the run folder keeps what came before", file=sys.stderr)
         return INTERRUPTED

@@ -1,6 +1,7 @@
 """Ctrl-C asks the run to end after the step at hand; a second one ends it at once."""
 
 import signal
+import sys
 from types import FrameType, TracebackType
 
 
@@ -26,3 +27,4 @@ class Interrupt:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+        sys.stderr.write("\nending after the step at hand; Ctrl-C again ends at once\n")

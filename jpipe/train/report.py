@@ -4,7 +4,7 @@ import math
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import jpipe
@@ -74,11 +74,10 @@ def make_progress(console: Console) -> Progress:
     """The progress bar; silent where output is no terminal."""
     return Progress(
         TextColumn("step {task.completed}/{task.total}"),
-        BarColumn(bar_width=20),
+        BarColumn(bar_width=8),
         TextColumn("{task.fields[status]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
         TimeRemainingColumn(),
+        TextColumn("left"),
         console=console,
         disable=not console.is_terminal,
         refresh_per_second=4,

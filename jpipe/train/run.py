@@ -11,7 +11,7 @@ import numpy as np
 from flax import serialization
 from rich.console import Console
 
-from jpipe.cli import INTERRUPTED
+from jpipe.cli import FAILED, INTERRUPTED
 from jpipe.data import bigram_loss
 from jpipe.memory import Memory, memory_of
 from jpipe.models import next_token_loss
@@ -29,9 +29,6 @@ from jpipe.train_step import (
     make_reference_step,
     make_train_step,
 )
-
-DIVERGED = 1
-"""Exit status after a loss or gradient norm that is not finite."""
 
 _PROMPT = 64
 _SAMPLE = 256
@@ -82,7 +79,7 @@ class Run:
             print_header(self.console, setup, programs.memory, programs.memory_alone)
             self._say(f"compiled in {programs.seconds:.1f} s")
             if setup.options.dry_run:
-                return 0
+                return INTERRUPTED if interrupt.requested else 0
             state = init_train_state(setup.init, setup.optimizer, setup.mesh)
             try:
                 state = self._train(state, programs, interrupt)
@@ -90,7 +87,7 @@ class Run:
             except NotFiniteError as error:
                 self._draw()
                 self.console.print(f"error: {error}", style="red", soft_wrap=True)
-                return DIVERGED
+                return FAILED
         return INTERRUPTED if interrupt.requested else 0
 
     def _compile(self) -> Programs:
@@ -164,8 +161,7 @@ class Run:
                 progress.update(
                     task,
                     completed=step,
-                    status=f"loss {loss:.3f} nats  gradient norm {grad_norm:.2f}  "
-                    f"{rate:,.0f} tokens/s",
+                    status=f"loss {loss:.3f} nats, norm {grad_norm:.2f}, {rate:,.0f} tokens/s",
                 )
         return state
 

@@ -1,11 +1,14 @@
 """The folder a run writes to. Nothing in it is ever half-written."""
 
+import errno
 import itertools
 import json
+import os
 import time
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from jpipe.files import write_atomically
 
@@ -26,8 +29,12 @@ class RunFolder:
     """
 
     def __init__(self, path: str | None, name: str, config: Mapping[str, Any]) -> None:
-        self._metrics: IO[str] | None = None
-        self.path = Path(path) if path else _unused(f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        self._metrics: FileIO | None = None
+        self.path = (
+            Path(path).expanduser()
+            if path
+            else _unused(f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if any((self.path / mark).exists() for mark in (_METRICS, _SUMMARY)):
@@ -51,9 +58,15 @@ class RunFolder:
     def log(self, metrics: Mapping[str, float]) -> None:
         """Add one line to metrics.jsonl; it has left the process when this returns."""
         if self._metrics is None:
-            self._metrics = (self.path / _METRICS).open("x", encoding="utf-8")
-        self._metrics.write(json.dumps(metrics, allow_nan=False) + "\n")
-        self._metrics.flush()
+            self._metrics = (self.path / _METRICS).open("xb", buffering=0)
+        before = self._metrics.tell()
+        line = (json.dumps(metrics, allow_nan=False) + "\n").encode()
+        try:
+            if self._metrics.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            self._metrics.truncate(before)  # no half a line
+            raise
 
     def close(self) -> None:
         """Close metrics.jsonl."""
