@@ -1,15 +1,18 @@
 """Refuse what cannot work, by name, before anything compiles."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jpipe.mesh import DATA, STAGE
+from jpipe.pipeline.keys import block_keys, microbatch_keys
 from jpipe.pipeline.losses import Loss, LossTerms
 from jpipe.pipeline.per_stage import PerStage
-from jpipe.pipeline.stages import Params, Stages, Tree, shapes_of
+from jpipe.pipeline.stages import Params, Part, Stages, Tree, no_state, num_blocks, shapes_of
+from jpipe.pipeline.state import check_updates
 from jpipe.schedule.table import Op, Schedule
 
 
@@ -120,8 +123,36 @@ def check_batch(mesh: Mesh, **batch: Tree) -> int:
     return num_microbatches
 
 
-def check_params(params: Params, mesh: Mesh) -> None:
-    """Refuse parameters that cannot be trained or laid out over the stages.
+def as_state(stages: Stages, params: Params, state: Any, key: jax.Array | None) -> Params:
+    """State as `Params`; of a model without, the empty one.
+
+    Raises:
+        ValueError: if the model has no use for what is given, or it is of the wrong kind.
+    """
+    if key is not None and not (
+        hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and not key.shape
+    ):
+        raise ValueError(f"key={key!r} must be one typed key, as jax.random.key makes it")
+    if not stages.stateful and (key is not None or jax.tree.leaves(state)):
+        raise ValueError(
+            f"{'key' if key is not None else 'state'} is given, but the functions of stages take "
+            "none; write them as `Stages.stateful` says and set stateful=True"
+        )
+    if state is None:
+        return no_state(params)
+    if not isinstance(state, tuple) or len(state) != len(Params._fields):
+        raise ValueError(f"state is a {type(state).__name__}; it must be Params(stem, body, head)")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(Params(*state)):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise ValueError(
+                f"state{jax.tree_util.keystr(path)} is a random key; keys are no state, each part "
+                "gets its own: pass key="
+            )
+    return Params(*state)
+
+
+def check_params(params: Params, state: Params, mesh: Mesh) -> None:
+    """Refuse parameters or state that cannot be trained or laid out over the stages.
 
     Raises:
         ValueError: naming the leaf, its shape or dtype, and what fits.
@@ -131,22 +162,26 @@ def check_params(params: Params, mesh: Mesh) -> None:
         label = "params" + jax.tree_util.keystr(path)
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(f"{label} has dtype {leaf.dtype}; parameters must be floating-point")
+    bodies = {"params": params.body, "state": state.body}
     if isinstance(params.body, PerStage):
-        if len(params.body) != num_stages:
-            raise ValueError(
-                f"params.body is for {len(params.body)} stages, the mesh has {num_stages}; cut the "
-                f"model into {num_stages}, or use a mesh of {len(params.body)}"
-            )
+        for name, body in bodies.items():
+            if not isinstance(body, PerStage) or len(body) != num_stages:
+                found = f"for {len(body)} stages" if isinstance(body, PerStage) else "no PerStage"
+                raise ValueError(
+                    f"{name}.body is {found}, the mesh has {num_stages}; cut the model into "
+                    f"{num_stages}, or use a mesh of {len(params.body)}"
+                )
         return
     blocks: dict[int, str] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params.body):
-        label = "params.body" + jax.tree_util.keystr(path)
-        if not leaf.shape:
-            raise ValueError(f"{label} is a scalar; its first dim must hold the blocks")
-        blocks.setdefault(leaf.shape[0], label)
+    for name, body in bodies.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(body):
+            label = f"{name}.body" + jax.tree_util.keystr(path)
+            if not leaf.shape:
+                raise ValueError(f"{label} is a scalar; its first dim must hold the blocks")
+            blocks.setdefault(leaf.shape[0], label)
     if len(blocks) > 1:
         described = ", ".join(f"{label} has {n}" for n, label in blocks.items())
-        raise ValueError(f"params.body must stack the same number of blocks: {described}")
+        raise ValueError(f"the body must stack the same number of blocks: {described}")
     if not blocks:
         raise ValueError("params.body holds no arrays; a pipeline needs blocks to cut into stages")
     check_blocks(next(iter(blocks)), num_stages)
@@ -170,45 +205,81 @@ def check_blocks(num_blocks: int, num_stages: int) -> None:
         )
 
 
-def check_stages(stages: Stages, params: Params, inputs: Tree, mesh: Mesh) -> None:
+class Found(NamedTuple):
+    """What was found of a model: shapes and dtypes of one microbatch.
+
+    Attributes:
+        outputs: of the head.
+        updates: of the state, see `Stages.stateful`.
+    """
+
+    outputs: Tree
+    updates: Params
+
+
+def check_stages(
+    stages: Stages,
+    params: Params,
+    state: Params,
+    inputs: Tree,
+    key: jax.Array | None,
+    mesh: Mesh,
+) -> Found:
     """Refuse a model whose pieces do not fit each other. Traces, but does not compile.
 
     Raises:
         ValueError: naming the stage and both shapes.
     """
-    num_stages = mesh.shape[STAGE]
-    params, inputs = shapes_of((params, inputs))  # an Explicit sharding is not the model's concern
-    x = stages.boundary(params.stem, inputs)
+    # An Explicit sharding is not the model's concern.
+    params, state, inputs = shapes_of((params, state, inputs))
+    inputs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), inputs)
+    keys = jax.eval_shape(microbatch_keys, key, 0)
+    stem, body, head = stages.parts
+    x, of_stem = jax.eval_shape(stem, params.stem, state.stem, inputs, keys.stem)
     if not jax.tree.leaves(x):
         raise ValueError("the stem's output holds no arrays; something must travel between stages")
     _check_floating("the stem", x)
-    if isinstance(stages.body, PerStage) != isinstance(params.body, PerStage):
+    if isinstance(body, PerStage) != isinstance(params.body, PerStage):
         raise ValueError("stages.body and params.body must both be PerStage, or neither")
-    if isinstance(stages.body, PerStage):
-        _check_each_stage(stages.body, params.body, x)
-        return
-    blocks = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((a.shape[0] // num_stages, *a.shape[1:]), a.dtype),
-        params.body,
-    )
-    y = _trace("the body", stages.body, blocks, x)
+    if isinstance(body, PerStage):
+        x, of_body = _check_each_stage(body, params.body, state.body, x, keys.body)
+    else:
+        of_body = _check_equal_stages(body, params.body, state.body, x, keys.body, mesh)
+    outputs, of_head = _trace("the head", head, params.head, state.head, x, keys.head)
+    updates = Params(of_stem, of_body, of_head)
+    check_updates(state, updates)
+    return Found(outputs, updates)
+
+
+def _check_equal_stages(
+    body: Part, params: Tree, state: Tree, x: Tree, key: Any, mesh: Mesh
+) -> Tree:
+    """Updates of the body's state."""
+    num_stages = mesh.shape[STAGE]
+
+    def resized(tree: Tree, scale: Callable[[int], int]) -> Tree:
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct((scale(a.shape[0]), *a.shape[1:]), a.dtype), tree
+        )
+
+    own, own_state = (resized(tree, lambda n: n // num_stages) for tree in (params, state))
+    keys = jax.eval_shape(lambda k: block_keys(k, 0, num_blocks(own, own_state)), key)
+    y, updates = _trace("the body", body, own, own_state, x, keys)
     if _describe(x) != _describe(y):
         after = "stage 1" if num_stages > 1 else "the head"
         raise ValueError(
             f"the output of stage 0 does not fit the input of {after}: the body makes "
             f"{_describe(y)} of {_describe(x)}; it must keep structure, shapes and dtypes"
         )
+    return resized(updates, lambda n: n * num_stages)
 
 
-def check_outputs(stages: Stages, params: Params, inputs: Tree) -> None:
-    """Refuse outputs that cannot lie over the devices of an axis. Traces, but does not compile.
+def check_outputs(outputs: Tree) -> None:
+    """Refuse outputs that cannot lie over the devices of an axis.
 
     Raises:
         ValueError: naming the output and its shape.
     """
-    params, inputs = shapes_of((params, inputs))
-    top = stages.top(params.body, stages.boundary(params.stem, inputs))
-    outputs = jax.eval_shape(stages.head, params.head, top)
     for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
         if not leaf.shape:
             raise ValueError(
@@ -217,13 +288,12 @@ def check_outputs(stages: Stages, params: Params, inputs: Tree) -> None:
             )
 
 
-def _trace(what: str, function: Any, *arguments: Tree) -> Tree:
+def _trace(what: str, function: Any, params: Tree, state: Tree, x: Tree, key: Any) -> Any:
     """Shapes and dtypes of a result; what goes wrong is said of `what`."""
     try:
-        return jax.eval_shape(function, *arguments)
+        return jax.eval_shape(function, params, state, x, key)
     except (TypeError, ValueError) as error:
-        takes = ", ".join(map(_describe, arguments[1:]))
-        raise ValueError(f"{what} does not take {takes}: {error}") from error
+        raise ValueError(f"{what} does not take {_describe(x)}: {error}") from error
 
 
 def _check_floating(name: str, output: Tree) -> None:
@@ -235,34 +305,37 @@ def _check_floating(name: str, output: Tree) -> None:
             )
 
 
-def _check_each_stage(body: PerStage[Any], params: PerStage[Tree], x: Tree) -> None:
+def _check_each_stage(
+    body: PerStage[Part], params: PerStage[Tree], state: PerStage[Tree], x: Tree, key: Any
+) -> tuple[Tree, PerStage[Tree]]:
+    """What the last stage makes, and the updates of all."""
     if len(body) != len(params):
         raise ValueError(
             f"stages.body has {len(body)} functions, params.body parameters for {len(params)}"
         )
-    before = "the stem"
-    for s, (run, own) in enumerate(zip(body, params, strict=True)):
-        x = _trace(f"stage {s} after {before}", run, own, x)
+    before, updates = "the stem", []
+    for s, (run, own, own_state) in enumerate(zip(body, params, state, strict=True)):
+        x, new = _trace(f"stage {s} after {before}", run, own, own_state, x, key)
+        updates.append(new)
         before = f"stage {s}"
         _check_floating(before, x)
+    return x, PerStage(*updates)
 
 
-def check_loss(
-    stages: Stages, loss: Loss, params: Params, inputs: Tree, targets: Tree, *, has_aux: bool
-) -> None:
+def check_loss(loss: Loss, outputs: Tree, targets: Tree, *, has_aux: bool) -> None:
     """Refuse a loss that is no floating-point scalar. Traces, but does not compile.
+
+    Args:
+        loss: the loss.
+        outputs: shapes and dtypes of the head's outputs for one microbatch.
+        targets: pytree of `[M, microbatch, ...]` arrays.
+        has_aux: whether the caller asks for `LossTerms.aux`.
 
     Raises:
         ValueError: naming what the loss returns.
     """
-
-    def of_first(head_params: Tree, x: Tree, targets: Tree) -> Tree:
-        return loss(stages.head(head_params, x), jax.tree.map(lambda a: a[0], targets))
-
-    params, inputs, targets = shapes_of((params, inputs, targets))
-    top = stages.top(params.body, stages.boundary(params.stem, inputs))
-    _trace("the head", stages.head, params.head, top)
-    value = jax.eval_shape(of_first, params.head, top, targets)
+    first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), shapes_of(targets))
+    value = jax.eval_shape(loss, outputs, first)
     aux = jax.tree.leaves(value.aux) if isinstance(value, LossTerms) else []
     if aux and not has_aux:
         raise ValueError("loss returns LossTerms with aux; pass has_aux=True to get it")

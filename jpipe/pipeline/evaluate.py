@@ -1,5 +1,6 @@
 """Losses and outputs of a pipelined model, without gradients."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,9 +9,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jpipe.mesh import STAGE, has_explicit_axes
 from jpipe.pipeline import checks, stash
 from jpipe.pipeline.forward import run_forward
-from jpipe.pipeline.layout import batch_spec, gather_params, lay_out, param_specs
+from jpipe.pipeline.layout import (
+    batch_spec,
+    gather_params,
+    lay_out,
+    manual_axes,
+    only,
+    param_specs,
+)
 from jpipe.pipeline.losses import Loss, LossTerms, add_terms, loss_terms, no_terms
 from jpipe.pipeline.stages import Params, Stages, Tree, shapes_of
+from jpipe.pipeline.state import Variables
 
 
 def pipeline_evaluate(
@@ -25,49 +34,45 @@ def pipeline_evaluate(
         has_aux: whether to return `LossTerms.aux` as well.
 
     Returns:
-        A jitted `(params, inputs, targets) -> loss`, or `-> (loss, aux)` with `has_aux`; inputs
-        and targets are pytrees of `[M, microbatch, ...]` arrays, the loss a float32 scalar. It
-        raises ValueError as `pipeline_value_and_grad` does.
+        A jitted `(params, inputs, targets, state=None, key=None) -> loss`, or `-> (loss, aux)` with
+        `has_aux`; inputs and targets are pytrees of `[M, microbatch, ...]` arrays, the loss a
+        float32 scalar. State is read, not updated. It raises ValueError as
+        `pipeline_value_and_grad` does.
 
     Raises:
         ValueError: if the mesh lacks `stage`.
     """
     checks.check_mesh(mesh)
 
-    def evaluate(params: Params, inputs: Tree, targets: Tree) -> Any:
-        params = checks.as_params(params)
+    def evaluate(
+        params: Params,
+        inputs: Tree,
+        targets: Tree,
+        state: Params | None = None,
+        key: jax.Array | None = None,
+    ) -> Any:
         checks.check_batch(mesh, inputs=inputs, targets=targets)
-        checks.check_params(params, mesh)
-        checks.check_stages(stages, params, inputs, mesh)
-        checks.check_loss(stages, loss, params, inputs, targets, has_aux=has_aux)
+        run = _Forward(stages, mesh, params, state, inputs, key)
+        checks.check_loss(loss, run.outputs, targets, has_aux=has_aux)
+        _, targets = lay_out(mesh, (), targets)
 
-        specs, body_shapes = param_specs(mesh, params), shapes_of(params.body)
-        params, inputs, targets = lay_out(mesh, params, inputs, targets)
-
-        def on_stage(params: Params, inputs: Tree, targets: Tree) -> Any:
-            whole = gather_params(params, specs)
-
+        def on_stage(
+            variables: Variables, key: jax.Array | None, inputs: Tree, targets: Tree
+        ) -> Any:
             def terms_of(outputs: Tree, i: jax.Array | int) -> LossTerms:
                 return loss_terms(loss(outputs, stash.read(targets, i)))
 
             def add(terms: LossTerms, outputs: Tree, i: jax.Array) -> LossTerms:
                 return add_terms(terms, terms_of(outputs, i))
 
-            top = stages.top(body_shapes, stages.boundary(whole.stem, inputs))
-            shapes = jax.eval_shape(lambda p, y: terms_of(stages.head(p, y), 0), whole.head, top)
-            terms = run_forward(
-                stages, mesh.shape[STAGE], whole, body_shapes, inputs, add, no_terms(shapes)
-            )
-            total, weight, aux = jax.lax.psum(terms, mesh.axis_names)
+            def nothing(outputs: Tree) -> LossTerms:
+                return no_terms(jax.eval_shape(terms_of, outputs, 0))
+
+            terms = run.on_stage(variables, key, inputs, add, nothing)
+            total, weight, aux = jax.lax.psum(terms, tuple(run.manual))
             return (total / weight, aux) if has_aux else total / weight
 
-        return jax.shard_map(
-            on_stage,
-            mesh=mesh,
-            in_specs=(specs, batch_spec(mesh), batch_spec(mesh)),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )(params, inputs, targets)
+        return run.shard_map(on_stage, PartitionSpec(), targets)
 
     return jax.jit(evaluate)
 
@@ -80,48 +85,90 @@ def pipeline_predict(stages: Stages, mesh: Mesh) -> jax.stages.Wrapped:
         mesh: has the axis `stage`, and may have `data`.
 
     Returns:
-        A jitted `(params, inputs) -> outputs`; inputs are a pytree of `[M, microbatch, ...]`
-        arrays, outputs what the head returns, each array with `[M, microbatch]` in front. It
-        raises ValueError as `pipeline_value_and_grad` does.
+        A jitted `(params, inputs, state=None, key=None) -> outputs`; inputs are a pytree of
+        `[M, microbatch, ...]` arrays, outputs what the head returns, each array with
+        `[M, microbatch]` in front. State is read, not updated. It raises ValueError as
+        `pipeline_value_and_grad` does.
 
     Raises:
         ValueError: if the mesh lacks `stage`.
     """
     checks.check_mesh(mesh)
 
-    def predict(params: Params, inputs: Tree) -> Tree:
-        params = checks.as_params(params)
+    def predict(
+        params: Params, inputs: Tree, state: Params | None = None, key: jax.Array | None = None
+    ) -> Tree:
         num_microbatches = checks.check_batch(mesh, inputs=inputs)
-        checks.check_params(params, mesh)
-        checks.check_stages(stages, params, inputs, mesh)
+        run = _Forward(stages, mesh, params, state, inputs, key)
+        checks.check_outputs(run.outputs)
 
-        checks.check_outputs(stages, params, inputs)
-        specs, body_shapes = param_specs(mesh, params), shapes_of(params.body)
-        params, inputs = lay_out(mesh, params, inputs)
-
-        def on_stage(params: Params, inputs: Tree) -> Tree:
-            whole = gather_params(params, specs)
-            top = stages.top(body_shapes, stages.boundary(whole.stem, inputs))
-            outputs = jax.eval_shape(stages.head, whole.head, top)
-            empty = stash.empty(num_microbatches, outputs)
-
+        def on_stage(variables: Variables, key: jax.Array | None, inputs: Tree) -> Tree:
             def keep(buffers: Tree, outputs: Tree, i: jax.Array) -> Tree:
                 return stash.write(buffers, i, outputs)
 
-            kept = run_forward(stages, mesh.shape[STAGE], whole, body_shapes, inputs, keep, empty)
+            def nothing(outputs: Tree) -> Tree:
+                return stash.empty(num_microbatches, outputs)
+
+            kept = run.on_stage(variables, key, inputs, keep, nothing)
             return jax.tree.map(lambda a: a[None], kept)
 
-        spec = PartitionSpec(STAGE, *batch_spec(mesh))
-        by_stage = jax.shard_map(
-            on_stage,
-            mesh=mesh,
-            in_specs=(specs, batch_spec(mesh)),
-            out_specs=spec,
-            check_vma=False,
-        )(params, inputs)
+        by_stage = run.shard_map(
+            on_stage, PartitionSpec(STAGE, *only(run.manual, batch_spec(mesh)))
+        )
         if has_explicit_axes(mesh):  # which cannot index a dim that is sharded
             whole = NamedSharding(mesh, PartitionSpec(None, *batch_spec(mesh)))
             by_stage = jax.tree.map(lambda a: jax.reshard(a, whole), by_stage)
         return jax.tree.map(lambda a: a[-1], by_stage)  # the last stage has the outputs
 
     return jax.jit(predict)
+
+
+class _Forward:
+    """What evaluation and prediction share: one pass of checked arguments through the pipeline."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        mesh: Mesh,
+        params: Params,
+        state: Params | None,
+        inputs: Tree,
+        key: jax.Array | None,
+    ) -> None:
+        params = stages.tied(checks.as_params(params))
+        state = checks.as_state(stages, params, state, key)
+        checks.check_params(params, state, mesh)
+        self.outputs = checks.check_stages(stages, params, state, inputs, key, mesh).outputs
+        self.manual = manual_axes(mesh, (), key)
+        variables = Variables(params, state, jax.tree.map(lambda _: None, state))
+        self._parts, self._mesh, self._key = stages.parts, mesh, key
+        self._specs = Variables(*(param_specs(mesh, kind) for kind in variables))
+        self._body_shapes = shapes_of(variables.part("body"))
+        self._variables, self._inputs = lay_out(mesh, variables, inputs)
+
+    def on_stage(
+        self,
+        variables: Variables,
+        key: jax.Array | None,
+        inputs: Tree,
+        consume: Callable[[Any, Tree, jax.Array], Any],
+        nothing: Callable[[Tree], Any],
+    ) -> Any:
+        """Run on one device, see `run_forward`."""
+        own = Variables(*map(gather_params, variables, self._specs))
+        stages = self._mesh.shape[STAGE]
+        return run_forward(
+            self._parts, stages, own, self._body_shapes, key, inputs, consume, nothing
+        )
+
+    def shard_map(self, on_stage: Callable[..., Any], out: PartitionSpec, *batch: Tree) -> Any:
+        """Call a function of variables, key, inputs and more of the batch on every device."""
+        spec = only(self.manual, batch_spec(self._mesh))
+        return jax.shard_map(
+            on_stage,
+            mesh=self._mesh,
+            in_specs=(self._specs, PartitionSpec(), spec, *[spec] * len(batch)),
+            out_specs=out,
+            axis_names=self.manual,
+            check_vma=False,
+        )(self._variables, self._key, self._inputs, *batch)

@@ -16,11 +16,13 @@ import jax.numpy as jnp
 
 from jpipe.pipeline import stash
 from jpipe.pipeline.control import send, when
+from jpipe.pipeline.keys import microbatch_keys
 from jpipe.pipeline.losses import Loss, LossTerms, add_terms, loss_terms, no_terms
-from jpipe.pipeline.program import Program, body_program
-from jpipe.pipeline.residuals import SplitGradient
+from jpipe.pipeline.program import Program, auto_examples, body_program
+from jpipe.pipeline.residuals import SplitGradient, split_gradient
 from jpipe.pipeline.rows import Beat, Row, table_rows
-from jpipe.pipeline.stages import Params, Stages, Tree
+from jpipe.pipeline.stages import Params, Parts, Tree
+from jpipe.pipeline.state import State, Variables
 from jpipe.schedule.slots import assign_slots
 from jpipe.schedule.table import Op, Schedule
 
@@ -32,7 +34,9 @@ class Carry(NamedTuple):
         inbox: the activation or gradient that has arrived.
         outbox: what the last tick made, not yet sent; None with hop 1, where it leaves at once.
         kept: the stash, what each backward needs of its forward.
+        kept_by_stem: the same of the stem: nothing, unless its output depends on moving state.
         tops: outputs of the body on the last stage, waiting for the head.
+        moving: the state, with the updates so far of the parts that this stage runs.
         grads: sums of gradients so far, at least float32.
         terms: sums of the loss terms so far.
     """
@@ -40,7 +44,9 @@ class Carry(NamedTuple):
     inbox: Tree
     outbox: Tree
     kept: list[jax.Array]
+    kept_by_stem: list[jax.Array]
     tops: Tree
+    moving: Params
     grads: Params
     terms: LossTerms
 
@@ -50,32 +56,35 @@ class Executor:
     """Runs one schedule of one model; to be used where the `stage` axis is manual.
 
     Attributes:
-        stages: the model.
+        parts: the model.
         loss: the loss of a microbatch.
         schedule: the table.
         axis: name of the mesh axis of the stages.
-        params: this stage's parameters, see `layout.gather_params`.
-        body_shapes: shapes and dtypes of the body's parameters, see `program.body_program`.
+        own: this stage's variables, see `layout.gather_params`.
+        body_shapes: shapes and dtypes of the body's variables, see `program.body_program`.
+        key: the step's random key, or None.
         inputs: pytree of `[M, microbatch, ...]` arrays.
         targets: pytree of `[M, microbatch, ...]` arrays.
     """
 
-    stages: Stages
+    parts: Parts
     loss: Loss
     schedule: Schedule
     axis: str
-    params: Params
-    body_shapes: Tree
+    own: Variables
+    body_shapes: Variables
+    key: jax.Array | None
     inputs: Tree
     targets: Tree
 
-    def run(self) -> tuple[LossTerms, Params]:
+    def run(self) -> tuple[LossTerms, Params, Params]:
         """Run every tick.
 
         Returns:
             The sums over the microbatches of their loss terms, on the last stage (0 on others),
-            and the gradients of the total divided by M: of `body` for this stage's blocks, of
-            `stem` and `head` where this stage runs them and else 0.
+            the gradients of the total divided by M: of `body` for this stage's blocks, of `stem`
+            and `head` where this stage runs them and else 0; and the moving state, up to date in
+            the same places and elsewhere as it was.
         """
         beats, rows = table_rows(self.schedule, self.axis)
 
@@ -86,24 +95,49 @@ class Executor:
             return carry, None
 
         carry, _ = jax.lax.scan(group, self._start(), rows)
-        return carry.terms, carry.grads
+        return carry.terms, carry.grads, carry.moving
 
     @functools.cached_property
     def _program(self) -> Program:
-        x = self.stages.boundary(self.params.stem, self.inputs)
-        return body_program(self.stages, self.axis, self.params.body, self.body_shapes, x)
+        own = self.own.part("stem")
+        x, _ = jax.eval_shape(self._run_stem, own.params, self._stem_again(0), (), own.moving)
+        key, rows = microbatch_keys(self.key, 0).body, auto_examples(self.inputs)
+        return body_program(
+            self.parts.body, self.axis, self.own.part("body"), self.body_shapes, x, key, rows
+        )
 
     @functools.cached_property
     def _split(self) -> SplitGradient:
         return self._program.split()
 
-    def _run_stem(self, params: Tree, microbatch: jax.Array | int) -> Tree:
-        x = self.stages.stem(params, stash.read(self.inputs, microbatch))
-        return self._program.enter(x)
+    @functools.cached_property
+    def _split_stem(self) -> SplitGradient:
+        def stem(params: Tree, again: Tree, _: Tree, moving: Tree) -> tuple[Tree, Tree]:
+            x, updates = self._run_stem(params, again, (), moving)
+            return self._program.enter(x), updates
 
-    def _run_head(self, params: Tree, payload: Tree, microbatch: jax.Array | int) -> LossTerms:
-        outputs = self.stages.head(params, self._program.leave(payload))
-        return loss_terms(self.loss(outputs, stash.read(self.targets, microbatch)))
+        own = self.own.part("stem")
+        return split_gradient(stem, own.params, self._stem_again(0), (), own.moving)
+
+    def _run_stem(self, params: Tree, again: Tree, _: Tree, moving: Tree) -> tuple[Tree, Tree]:
+        inputs, constant, key = again
+        return self.parts.stem(params, State(moving, constant).whole(), inputs, key)
+
+    def _stem_again(self, microbatch: jax.Array | int) -> Tree:
+        """What the stem's backward computes the stem again from."""
+        key = microbatch_keys(self.key, microbatch).stem
+        return stash.read(self.inputs, microbatch), self.own.constant.stem, key
+
+    def _body_again(self, microbatch: jax.Array | int) -> Tree:
+        return self.own.constant.body, microbatch_keys(self.key, microbatch).body
+
+    def _run_head(
+        self, params: Tree, payload: Tree, moving: Tree, microbatch: jax.Array | int
+    ) -> tuple[LossTerms, Tree]:
+        state = State(moving, self.own.constant.head).whole()
+        key = microbatch_keys(self.key, microbatch).head
+        outputs, updates = self.parts.head(params, state, self._program.leave(payload), key)
+        return loss_terms(self.loss(outputs, stash.read(self.targets, microbatch))), updates
 
     def _start(self) -> Carry:
         slots = assign_slots(self.schedule).per_stage
@@ -113,11 +147,18 @@ class Executor:
             inbox=nothing,
             outbox=nothing if self.schedule.hop == 2 else None,
             kept=stash.empty(int(slots.max()), self._split.kept),
+            kept_by_stem=stash.empty(int(slots[0]), self._split_stem.kept),
             tops=stash.empty(int(slots[-1]), payload),
+            moving=self.own.moving,
             grads=jax.tree.map(
-                lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), self.params
+                lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)),
+                self.own.params,
             ),
-            terms=no_terms(jax.eval_shape(self._run_head, self.params.head, payload, 0)),
+            terms=no_terms(
+                jax.eval_shape(
+                    self._run_head, self.own.params.head, payload, self.own.moving.head, 0
+                )[0]
+            ),
         )
 
     def _tick(self, carry: Carry, row: Row, beat: Beat) -> Carry:
@@ -131,49 +172,66 @@ class Executor:
 
     def _operate(self, carry: Carry, row: Row, ops: frozenset[Op]) -> tuple[Tree, Carry]:
         """Run the operation of one row on what has arrived; return what it made."""
-        params = self.params
+        params = self.own.params
         stage = jax.lax.axis_index(self.axis)
         first, last = stage == 0, stage == self.schedule.num_stages - 1
         forward, backward = row.op == Op.FORWARD, row.op == Op.BACKWARD
-        payload, _, kept, tops, grads, terms = carry
+        payload, _, kept, kept_by_stem, tops, moving, grads, terms = carry
 
-        def stem(_: Tree) -> Tree:
-            return self._run_stem(params.stem, row.microbatch)
+        def stem(_: Tree, kept: Tree, moving: Tree) -> tuple[Tree, Tree, Tree]:
+            again = self._stem_again(row.microbatch)
+            x, updates, residuals = self._split_stem.forward(params.stem, again, (), moving)
+            return x, stash.write(kept, row.slot, residuals), updates
 
-        def body(x: Tree, kept: Tree) -> tuple[Tree, Tree]:
-            y, residuals = self._split.forward(params.body, x)
-            return y, stash.write(kept, row.slot, residuals)
+        def body(x: Tree, kept: Tree, moving: Tree) -> tuple[Tree, Tree, Tree]:
+            again = self._body_again(row.microbatch)
+            y, updates, residuals = self._split.forward(params.body, again, x, moving)
+            return y, stash.write(kept, row.slot, residuals), updates
 
-        def head_backward(_: Tree, sums: Tree, terms: LossTerms) -> tuple[Tree, Tree, LossTerms]:
-            def total(params: Tree, y: Tree) -> tuple[jax.Array, LossTerms]:
-                terms = self._run_head(params, y, row.microbatch)
-                return terms.total, terms
+        def head_backward(
+            _: Tree, sums: Tree, moving: Tree, terms: LossTerms
+        ) -> tuple[Tree, Tree, Tree, LossTerms]:
+            def total(params: Tree, y: Tree) -> tuple[jax.Array, tuple[LossTerms, Tree]]:
+                terms, updates = self._run_head(params, y, moving, row.microbatch)
+                return terms.total, (terms, updates)
 
             y = stash.read(tops, row.slot)
-            value, pullback, new = jax.vjp(total, params.head, y, has_aux=True)
+            value, pullback, (new, updates) = jax.vjp(total, params.head, y, has_aux=True)
             dparams, dy = pullback(jnp.full_like(value, 1 / self.schedule.num_microbatches))
-            return dy, _add(sums, dparams), add_terms(terms, new)
+            return dy, _add(sums, dparams), updates, add_terms(terms, new)
 
         def body_backward(dy: Tree, sums: Tree) -> tuple[Tree, Tree]:
-            dparams, dx = self._split.backward(params.body, stash.read(kept, row.slot), dy)
+            again, residuals = self._body_again(row.microbatch), stash.read(kept, row.slot)
+            dparams, dx = self._split.backward(params.body, again, residuals, dy)
             return dx, _add(sums, dparams)
 
         def stem_backward(sums: Tree) -> Tree:
-            _, pullback = jax.vjp(lambda p: self._run_stem(p, row.microbatch), params.stem)
-            return _add(sums, *pullback(payload))
+            again, residuals = self._stem_again(row.microbatch), stash.read(kept_by_stem, row.slot)
+            dparams, _ = self._split_stem.backward(params.stem, again, residuals, payload)
+            return _add(sums, dparams)
 
+        of_stem, of_body, of_head = moving
         if Op.FORWARD in ops:
-            payload = when(forward & first, stem, payload)
-            payload, kept = when(forward, body, payload, kept)
+            payload, kept_by_stem, of_stem = when(
+                forward & first, stem, payload, kept_by_stem, of_stem
+            )
+            payload, kept, of_body = when(forward, body, payload, kept, of_body)
             tops = when(forward & last, lambda t: stash.write(t, row.slot, payload), tops)
         if Op.BACKWARD in ops:
-            payload, head_sums, terms = when(
-                backward & last, head_backward, payload, grads.head, terms
+            payload, head_sums, of_head, terms = when(
+                backward & last, head_backward, payload, grads.head, of_head, terms
             )
             payload, body_sums = when(backward, body_backward, payload, grads.body)
             stem_sums = when(backward & first, stem_backward, grads.stem)
             grads = Params(stem_sums, body_sums, head_sums)
-        return payload, carry._replace(kept=kept, tops=tops, grads=grads, terms=terms)
+        return payload, carry._replace(
+            kept=kept,
+            kept_by_stem=kept_by_stem,
+            tops=tops,
+            moving=Params(of_stem, of_body, of_head),
+            grads=grads,
+            terms=terms,
+        )
 
 
 def _add(sums: Tree, grads: Tree) -> Tree:

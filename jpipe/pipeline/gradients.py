@@ -8,10 +8,20 @@ from jax.sharding import Mesh, PartitionSpec
 from jpipe.mesh import STAGE
 from jpipe.pipeline import checks
 from jpipe.pipeline.executor import Executor
-from jpipe.pipeline.layout import batch_spec, gather_params, lay_out, param_specs, reduce_grads
+from jpipe.pipeline.layout import (
+    batch_spec,
+    gather_params,
+    lay_out,
+    manual_axes,
+    only,
+    param_specs,
+    reduce_grads,
+    share_state,
+)
 from jpipe.pipeline.losses import Loss
 from jpipe.pipeline.retrace import warn_if_compiled_again
 from jpipe.pipeline.stages import Params, Stages, Tree, shapes_of
+from jpipe.pipeline.state import State, Variables, cut_state
 from jpipe.schedule.check import check_schedule
 from jpipe.schedule.registry import make_schedule
 from jpipe.schedule.table import Schedule
@@ -41,12 +51,14 @@ def pipeline_value_and_grad(
         has_aux: whether to return `LossTerms.aux` as well.
 
     Returns:
-        A jitted `(params, inputs, targets) -> (loss, gradients)`, or `-> ((loss, aux), gradients)`
-        with `has_aux`. Inputs and targets are pytrees of `[M, microbatch, ...]` arrays. The loss is
-        a float32 scalar, the mean over microbatches or the weighted mean over all they hold; the
-        gradients have the structure and sharding of `params` (see `param_shardings`) and are at
-        least float32. It raises ValueError, before anything compiles, if the data does not fit the
-        mesh or the schedule, or if the pieces of the model do not fit each other.
+        A jitted `(params, inputs, targets, state=None, key=None) -> (loss, gradients)`, or
+        `-> ((loss, aux), gradients)` with `has_aux`, or with the new state as a third result if
+        `state` is given. Inputs and targets are pytrees of `[M, microbatch, ...]` arrays, `state` a
+        `Params` and `key` a typed PRNG key, see `Stages.stateful`. The loss is a float32 scalar,
+        the mean over microbatches or the weighted mean over all they hold; the gradients have the
+        structure and sharding of `params` (see `param_shardings`) and are at least float32. It
+        raises ValueError, before anything compiles, if the data does not fit the mesh or the
+        schedule, or if the pieces of the model do not fit each other.
 
     Raises:
         ValueError: if the mesh lacks `stage`, the schedule's name is unknown, or the table is
@@ -59,40 +71,60 @@ def pipeline_value_and_grad(
         check_schedule(schedule)
         checks.check_trains(schedule)
 
-    def value_and_grad(params: Params, inputs: Tree, targets: Tree) -> tuple[Any, Params]:
-        params = checks.as_params(params)
+    def value_and_grad(
+        params: Params,
+        inputs: Tree,
+        targets: Tree,
+        state: Params | None = None,
+        key: jax.Array | None = None,
+    ) -> tuple[Any, ...]:
+        stored = checks.as_params(params)
+        params = stages.tied(stored)
+        had_state, state = state is not None, checks.as_state(stages, params, state, key)
         num_microbatches = checks.check_batch(mesh, inputs=inputs, targets=targets)
         table = schedule
         if isinstance(table, str):
             table = make_schedule(table, mesh.shape[STAGE], num_microbatches)
         checks.check_schedule_fits(table, mesh, num_microbatches)
-        checks.check_params(params, mesh)
-        checks.check_stages(stages, params, inputs, mesh)
-        checks.check_loss(stages, loss, params, inputs, targets, has_aux=has_aux)
-        shapes = tuple((a.shape, str(a.dtype)) for a in jax.tree.leaves((params, inputs, targets)))
+        checks.check_params(params, state, mesh)
+        found = checks.check_stages(stages, params, state, inputs, key, mesh)
+        checks.check_loss(loss, found.outputs, targets, has_aux=has_aux)
+        leaves = jax.tree.leaves((params, state, inputs, targets))
+        shapes = tuple((a.shape, str(a.dtype)) for a in leaves)
         warn_if_compiled_again(stages, loss, table.name, mesh, shapes)
 
-        specs = param_specs(mesh, params)
-        body_shapes = shapes_of(params.body)
-        params, inputs, targets = lay_out(mesh, params, inputs, targets)
+        moving, constant = cut_state(state, found.updates)
+        variables = Variables(params, constant, moving)
+        manual = manual_axes(mesh, moving, key)
+        specs = Variables(*(param_specs(mesh, kind) for kind in variables))
+        body_shapes = shapes_of(variables.part("body"))
+        variables, inputs, targets = lay_out(mesh, variables, inputs, targets)
 
-        def on_stage(params: Params, inputs: Tree, targets: Tree) -> tuple[Any, Params]:
-            whole = gather_params(params, specs)
-            terms, grads = Executor(
-                stages, loss, table, STAGE, whole, body_shapes, inputs, targets
+        def on_stage(
+            variables: Variables, key: jax.Array | None, inputs: Tree, targets: Tree
+        ) -> tuple[Any, Params, Params]:
+            own = Variables(*map(gather_params, variables, specs))
+            terms, grads, moving = Executor(
+                stages.parts, loss, table, STAGE, own, body_shapes, key, inputs, targets
             ).run()
-            total, weight, aux = jax.lax.psum(terms, mesh.axis_names)  # 0 but on the last stage
+            total, weight, aux = jax.lax.psum(terms, tuple(manual))  # 0 but on the last stage
             # So far the gradients are of the total divided by M.
             scale = num_microbatches / weight
-            grads = jax.tree.map(lambda g: g * scale, reduce_grads(grads, params, specs, mesh))
-            return ((total / weight, aux) if has_aux else total / weight), grads
+            grads = reduce_grads(grads, variables.params, specs.params, manual)
+            grads = jax.tree.map(lambda g: g * scale, grads)
+            moving = share_state(moving, variables.moving, specs.moving)
+            return ((total / weight, aux) if has_aux else total / weight), grads, moving
 
-        return jax.shard_map(
+        batch = only(manual, batch_spec(mesh))
+        value, grads, moving = jax.shard_map(
             on_stage,
             mesh=mesh,
-            in_specs=(specs, batch_spec(mesh), batch_spec(mesh)),
-            out_specs=(PartitionSpec(), specs),
+            in_specs=(specs, PartitionSpec(), batch, batch),
+            out_specs=(PartitionSpec(), specs.params, specs.moving),
+            axis_names=manual,
             check_vma=False,
-        )(params, inputs, targets)
+        )(variables, key, inputs, targets)
+        grads = stages.tied_back(grads, stored)
+        return (value, grads, State(moving, constant).whole()) if had_state else (value, grads)
 
     return jax.jit(value_and_grad)

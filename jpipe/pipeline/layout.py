@@ -69,17 +69,41 @@ def param_shardings(mesh: Mesh, params: Params) -> Params:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(mesh, params))
 
 
-def lay_out(mesh: Mesh, params: Params, *batch: Tree) -> tuple[Any, ...]:
-    """Parameters and batch as they must lie, where JAX does not see to it itself.
+def manual_axes(mesh: Mesh, moving: Tree, key: Any) -> frozenset[str]:
+    """The axes over which each device runs a program of its own; XLA divides the work over others.
+
+    Over `data` devices need nothing of each other until gradients are summed at the end of a step.
+    Batch statistics and random numbers are another matter: they belong to the whole microbatch. For
+    a model with these XLA divides each microbatch, and exchanges what it takes to have the numbers
+    of one device; it then sums gradients over `data` after each microbatch.
+
+    Args:
+        mesh: the mesh.
+        moving: what the model updates in each microbatch.
+        key: the step's random key, or None.
+    """
+    whole = key is not None or bool(jax.tree.leaves(moving))
+    return frozenset({STAGE} if whole else {STAGE, DATA} & set(mesh.axis_names))
+
+
+def only(axes: frozenset[str], spec: PartitionSpec) -> PartitionSpec:
+    """The part of a spec that speaks of some axes."""
+    return PartitionSpec(*(name if name in axes else None for name in spec))
+
+
+def lay_out(mesh: Mesh, variables: Tree, *batch: Tree) -> tuple[Any, ...]:
+    """Variables (each kind a `Params`) and batch as they lie, before each device goes its own way.
 
     On `Explicit` axes, which `jax.make_mesh` gives by default, `shard_map` refuses arrays that lie
-    otherwise; on `Auto` axes it moves them.
+    otherwise.
     """
-    if not has_explicit_axes(mesh):
-        return params, *batch
     sharding = batch_sharding(mesh)
+    if not has_explicit_axes(mesh):
+        return variables, *jax.lax.with_sharding_constraint(batch, sharding)
     return (
-        jax.tree.map(jax.reshard, params, param_shardings(mesh, params)),
+        type(variables)(
+            *(jax.tree.map(jax.reshard, kind, param_shardings(mesh, kind)) for kind in variables)
+        ),
         *(jax.tree.map(lambda a: jax.reshard(a, sharding), tree) for tree in batch),
     )
 
@@ -109,7 +133,7 @@ def gather_params(params: Params, specs: Params) -> Params:
     )
 
 
-def reduce_grads(grads: Params, params: Params, specs: Params, mesh: Mesh) -> Params:
+def reduce_grads(grads: Params, params: Params, specs: Params, manual: frozenset[str]) -> Params:
     """Sum gradients over the devices, and leave each with its share; the inverse of the gather.
 
     Args:
@@ -117,24 +141,55 @@ def reduce_grads(grads: Params, params: Params, specs: Params, mesh: Mesh) -> Pa
             head: zeros except on the stage that runs them.
         params: what `param_specs` leaves of the parameters on a device.
         specs: those specs.
-        mesh: the mesh.
+        manual: the mesh axes over which devices run apart.
     """
 
-    def over_stages(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
-        if STAGE not in spec:
-            return jax.lax.psum(leaf, STAGE)
-        dim = spec.index(STAGE)
-        return jax.lax.psum_scatter(leaf, STAGE, scatter_dimension=dim, tiled=True)
+    grads = _share_out(grads, params, specs)
+    return jax.lax.psum(grads, DATA) if DATA in manual else grads
 
-    body = grads.body
-    if isinstance(params.body, PerStage):
-        body = Owners(params.body, specs.body).share_out(body)
-    grads = Params(
-        stem=jax.tree.map(over_stages, grads.stem, specs.stem),
+
+def share_state(state: Params, stored: Params, specs: Params) -> Params:
+    """Leave each device with its share of the state; the inverse of the gather.
+
+    Args:
+        state: of the body of this stage, as `gather_params` has it, and of stem and head: up to
+            date on the stage that runs them.
+        stored: what `param_specs` leaves of the state on a device.
+        specs: those specs.
+    """
+    stage, last = jax.lax.axis_index(STAGE), jax.lax.axis_size(STAGE) - 1
+
+    def of(owner: jax.Array | int, tree: Tree) -> Tree:
+        return jax.tree.map(lambda a: jnp.where(stage == owner, a, jnp.zeros_like(a)), tree)
+
+    owned = Params(of(0, state.stem), state.body, of(last, state.head))
+    # Sums in these dtypes are certain to work, and exact: there is one number, and zeros.
+    wide = jax.tree.map(lambda a: a.astype(_summable(a.dtype)), owned)
+    return jax.tree.map(lambda a, s: a.astype(s.dtype), _share_out(wide, stored, specs), stored)
+
+
+def _share_out(whole: Params, stored: Params, specs: Params) -> Params:
+    body = whole.body
+    if isinstance(stored.body, PerStage):
+        body = Owners(stored.body, specs.body).share_out(body)
+    return Params(
+        stem=jax.tree.map(_sum_to_share, whole.stem, specs.stem),
         body=body,
-        head=jax.tree.map(over_stages, grads.head, specs.head),
+        head=jax.tree.map(_sum_to_share, whole.head, specs.head),
     )
-    return jax.lax.psum(grads, DATA) if DATA in mesh.axis_names else grads
+
+
+def _sum_to_share(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
+    if STAGE not in spec:
+        return jax.lax.psum(leaf, STAGE)
+    dim = spec.index(STAGE)
+    return jax.lax.psum_scatter(leaf, STAGE, scatter_dimension=dim, tiled=True)
+
+
+def _summable(dtype: Any) -> Any:
+    return jnp.promote_types(
+        dtype, jnp.float32 if jnp.issubdtype(dtype, jnp.inexact) else jnp.int32
+    )
 
 
 def _shared_dim(shape: Tree, num_stages: int) -> int | None:

@@ -3,6 +3,10 @@
 All stages run one program, and so hold arrays of the same shapes. Where stages differ, in their
 parameters, in what they pass on or in what they keep, each lays its own arrays end to end into
 vectors, one for each dtype, which are as long as the stage that needs most requires.
+
+Where XLA divides the work over a mesh axis, it must not divide these vectors anywhere: taking them
+apart would then move data between devices. They are whole everywhere, except that arrays of one
+microbatch are laid side by side, a row for each example, and the rows divided over `data`.
 """
 
 import dataclasses
@@ -12,10 +16,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jpipe.mesh import DATA
 
 Tree = Any
 Vectors = dict[str, jax.Array]
-"""A vector for each dtype, by the dtype's name."""
+"""Vectors by dtype, and matrices for what lies in rows."""
+
+_ROWS = "_rows"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,9 +33,12 @@ class Packing:
 
     Attributes:
         trees: the pytrees, of arrays or of their shapes and dtypes.
+        rows: the number of examples; arrays of two and more dims whose first is a multiple of it
+            are laid in rows. None to lay all end to end.
     """
 
     trees: Sequence[Tree]
+    rows: int | None = None
 
     @property
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -35,10 +47,10 @@ class Packing:
         for tree in self.trees:
             needed: dict[str, int] = {}
             for leaf in jax.tree.leaves(tree):
-                name = jnp.dtype(leaf.dtype).name
-                needed[name] = needed.get(name, 0) + math.prod(leaf.shape)
+                name = self._name(leaf)
+                needed[name] = needed.get(name, 0) + self._width(leaf)
             sizes = {k: max(sizes.get(k, 0), needed.get(k, 0)) for k in sizes | needed}
-        return {name: jax.ShapeDtypeStruct((sizes[name],), name) for name in sorted(sizes)}
+        return {name: self._shape(name, sizes[name]) for name in sorted(sizes)}
 
     def pack(self, index: int, tree: Tree, like: Vectors | None = None) -> Vectors:
         """Lay one tree into vectors, zeros behind it.
@@ -53,12 +65,14 @@ class Packing:
         parts: dict[str, list[jax.Array]] = {name: [] for name in shapes}
         own_leaves = jax.tree.leaves(self.trees[index])
         for own, leaf in zip(own_leaves, jax.tree.leaves(tree), strict=True):
-            name = jnp.dtype(own.dtype).name
-            parts[name].append(jnp.ravel(leaf).astype(dtypes[name]))
+            name = self._name(own)
+            shape = self._shape(name, self._width(own)).shape
+            parts[name].append(jnp.reshape(leaf, shape).astype(dtypes[name]))
         vectors = {}
         for name, shape in shapes.items():
-            rest = shape.size - sum(part.size for part in parts[name])
-            vectors[name] = jnp.concatenate([*parts[name], jnp.zeros(rest, dtypes[name])])
+            rest = shape.shape[-1] - sum(part.shape[-1] for part in parts[name])
+            zeros = jnp.zeros((*shape.shape[:-1], rest), dtypes[name])
+            vectors[name] = _pin(jnp.concatenate([*parts[name], zeros], axis=-1))
         return vectors
 
     def unpack(self, index: int, vectors: Vectors) -> Tree:
@@ -69,12 +83,39 @@ class Packing:
             vectors: what `pack` made.
         """
         leaves, treedef = jax.tree.flatten(self.trees[index])
+        vectors = jax.tree.map(_pin, vectors)
         offset = dict.fromkeys(vectors, 0)
         arrays = []
         for leaf in leaves:
-            name = jnp.dtype(leaf.dtype).name
-            size = math.prod(leaf.shape)
-            part = jax.lax.slice_in_dim(vectors[name], offset[name], offset[name] + size)
+            name, size = self._name(leaf), self._width(leaf)
+            start, offset[name] = offset[name], offset[name] + size
+            part = jax.lax.slice_in_dim(vectors[name], start, start + size, axis=-1)
             arrays.append(part.reshape(leaf.shape))
-            offset[name] += size
         return jax.tree.unflatten(treedef, arrays)
+
+    def _in_rows(self, leaf: Any) -> bool:
+        # What has one dim only is more often a statistic of as many features as there are examples.
+        many = len(leaf.shape) > 1 and leaf.shape[0] > 0
+        return bool(self.rows and many and leaf.shape[0] % self.rows == 0)
+
+    def _name(self, leaf: Any) -> str:
+        return jnp.dtype(leaf.dtype).name + (_ROWS if self._in_rows(leaf) else "")
+
+    def _width(self, leaf: Any) -> int:
+        size = math.prod(leaf.shape)
+        return size // self.rows if self.rows and self._in_rows(leaf) else size
+
+    def _shape(self, name: str, width: int) -> jax.ShapeDtypeStruct:
+        if not name.endswith(_ROWS):
+            return jax.ShapeDtypeStruct((width,), name)
+        assert self.rows is not None
+        return jax.ShapeDtypeStruct((self.rows, width), name.removesuffix(_ROWS))
+
+
+def _pin(vector: jax.Array) -> jax.Array:
+    """Divide rows over `data`, and nothing else, where XLA divides the work."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.auto_axes:
+        return vector
+    rows = DATA if vector.ndim > 1 and DATA in mesh.auto_axes else None
+    return jax.lax.with_sharding_constraint(vector, NamedSharding(mesh, PartitionSpec(rows)))

@@ -2,20 +2,25 @@
 
 Where they are alike, one function serves all. Where they are not, a switch on the stage picks the
 stage's own; the gradient is taken inside of each branch, since that of a whole switch would keep
-the residuals of every branch. What differs between stages (parameters, activations, what is kept)
-lies in vectors of one size, see `packing`.
+the residuals of every branch. What differs between stages (parameters, state, activations, what is
+kept) lies in vectors of one size, see `packing`.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from jpipe.mesh import DATA
+from jpipe.pipeline.keys import block_keys
 from jpipe.pipeline.packing import Packing
 from jpipe.pipeline.per_stage import PerStage
 from jpipe.pipeline.residuals import SplitGradient, split_gradient
-from jpipe.pipeline.stages import Body, Stages, Tree
+from jpipe.pipeline.stages import Part, Tree, num_blocks
+from jpipe.pipeline.state import State, Variables
+
+Key = jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,99 +31,152 @@ class Program:
         payload: shapes and dtypes of what travels between stages.
         enter: `(stem's output) -> payload`.
         leave: `(last stage's payload) -> head's input`.
-        run: `(this stage's parameters, payload) -> payload`.
-        split: its gradient, cut into forward and backward; made when asked for, since evaluation
-            has no use for it.
+        run: `(this stage's variables, payload, the body's key) -> payload`.
+        split: its gradient, cut into forward and backward, where "again" is the constant state and
+            the key, "once" the moving state and "aux" its updates; made when asked for, since
+            evaluation has no use for it.
     """
 
     payload: Tree
     enter: Callable[[Tree], Tree]
     leave: Callable[[Tree], Tree]
-    run: Callable[[Tree, Tree], Tree]
+    run: Callable[[Variables, Tree, Key], Tree]
     split: Callable[[], SplitGradient]
 
 
-def body_program(stages: Stages, axis: str, params: Tree, shapes: Tree, x: Tree) -> Program:
+def body_program(
+    body: Part | PerStage[Part],
+    axis: str,
+    own: Variables,
+    shapes: Variables,
+    x: Tree,
+    key: Key,
+    rows: int | None,
+) -> Program:
     """Bring the body of a model into the form that runs.
 
     Args:
-        stages: the model.
+        body: of the model.
         axis: the mesh axis of the stages; must be manual.
-        params: this stage's parameters, packed if the stages differ.
-        shapes: shapes and dtypes of the body's parameters: a `PerStage` if the stages differ.
+        own: this stage's variables, packed if the stages differ.
+        shapes: shapes and dtypes of the body's variables: `PerStage` if the stages differ.
         x: shapes and dtypes of the stem's output.
+        key: the body's key in any microbatch, or None.
+        rows: examples of a microbatch, where XLA divides them over devices, see `packing`.
     """
-    if isinstance(stages.body, PerStage):
-        return _uneven(stages.body, axis, shapes, x)
-    body = stages.body
+    if isinstance(body, PerStage):
+        return _uneven(body, axis, shapes, x, key, rows)
+
+    def run(params: Tree, again: tuple[Tree, Key], x: Tree, moving: Tree) -> tuple[Tree, Tree]:
+        constant, key = again
+        state = State(moving, constant).whole()
+        count = num_blocks(params, state)
+        first = jax.lax.axis_index(axis) * count
+        return body(params, state, x, block_keys(key, first, count))
+
     return Program(
         payload=x,
         enter=lambda x: x,
         leave=lambda x: x,
-        run=body,
-        split=lambda: split_gradient(body, params, x),
+        run=lambda own, x, key: run(own.params, (own.constant, key), x, own.moving)[0],
+        split=lambda: split_gradient(run, own.params, (own.constant, key), x, own.moving),
     )
 
 
-def boundaries(body: PerStage[Body], params: PerStage[Tree], x: Tree) -> list[Tree]:
+def auto_examples(batch: Tree) -> int | None:
+    """How many examples of a microbatch XLA divides over `data`; None where it does not.
+
+    Args:
+        batch: pytree of `[M, microbatch, ...]` arrays.
+    """
+    divided = DATA in jax.sharding.get_abstract_mesh().auto_axes
+    return int(jax.tree.leaves(batch)[0].shape[1]) if divided else None
+
+
+def boundaries(body: PerStage[Part], shapes: Variables, x: Tree, key: Key) -> list[Tree]:
     """Shapes and dtypes of what enters each stage, and of what leaves the last."""
     found = [x]
-    for run, own in zip(body, params, strict=True):
-        found.append(jax.eval_shape(run, own, found[-1]))
+    for run, params, constant, moving in zip(body, *shapes, strict=True):
+        state = State(moving, constant).whole()
+        found.append(jax.eval_shape(run, params, state, found[-1], key)[0])
     return found
 
 
-def _uneven(body: PerStage[Body], axis: str, shapes: PerStage[Tree], x: Tree) -> Program:
-    between = boundaries(body, shapes, x)
-    activations, weights = Packing(between), Packing(tuple(shapes))
+def _uneven(
+    body: PerStage[Part], axis: str, shapes: Variables, x: Tree, key: Key, rows: int | None
+) -> Program:
+    between = boundaries(body, shapes, x, key)
+    activations = Packing(between, rows)
+    weights, constants, movings = (Packing(tuple(kind)) for kind in shapes)
+    stages = range(len(body))
 
-    def by_stage(branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
-        return jax.lax.switch(jax.lax.axis_index(axis), branches, *operands)
+    def by_stage(of_stage: Callable[[int], Callable[..., Any]], *operands: Any) -> Any:
+        return jax.lax.switch(jax.lax.axis_index(axis), [of_stage(s) for s in stages], *operands)
 
-    def run(packed: Tree, payload: Tree) -> Tree:
-        def branch(s: int) -> Callable[[Tree, Tree], Tree]:
-            def run_one(packed: Tree, payload: Tree) -> Tree:
-                y = body[s](weights.unpack(s, packed), activations.unpack(s, payload))
-                return activations.pack(s + 1, y)
+    def function(s: int) -> Any:
+        def run(params: Tree, again: tuple[Tree, Key], x: Tree, moving: Tree) -> Any:
+            constant, key = again
+            return body[s](params, State(moving, constant).whole(), x, key)
 
-            return run_one
+        return run
 
-        return by_stage([branch(s) for s in range(len(body))], packed, payload)
+    def run_of(s: int) -> Callable[[Variables, Tree, Key], Tree]:
+        def run(own: Variables, payload: Tree, key: Key) -> Tree:
+            again = constants.unpack(s, own.constant), key
+            x, moving = activations.unpack(s, payload), movings.unpack(s, own.moving)
+            y, _ = function(s)(weights.unpack(s, own.params), again, x, moving)
+            return activations.pack(s + 1, y)
+
+        return run
 
     def split() -> SplitGradient:
-        splits = [split_gradient(f, p, a) for f, p, a in zip(body, shapes, between, strict=False)]
-        kept = Packing([split.kept for split in splits])
+        splits = [
+            split_gradient(function(s), params, (constant, key), between[s], moving)
+            for s, params, constant, moving in zip(stages, *shapes, strict=True)
+        ]
+        kept = Packing([split.kept for split in splits], rows)
         names = sorted(kept.shapes)
 
-        def forward_of(s: int) -> Callable[[Tree, Tree], tuple[Tree, list[jax.Array]]]:
-            def forward(packed: Tree, payload: Tree) -> tuple[Tree, list[jax.Array]]:
-                x = activations.unpack(s, payload)
-                y, residuals = splits[s].forward(weights.unpack(s, packed), x)
+        def forward_of(s: int) -> Callable[..., tuple[Tree, Tree, list[jax.Array]]]:
+            def forward(
+                params: Tree, again: tuple[Tree, Key], payload: Tree, moving: Tree
+            ) -> tuple[Tree, Tree, list[jax.Array]]:
+                y, updates, residuals = splits[s].forward(
+                    weights.unpack(s, params),
+                    (constants.unpack(s, again[0]), again[1]),
+                    activations.unpack(s, payload),
+                    movings.unpack(s, moving),
+                )
                 vectors = kept.pack(s, residuals)
-                return activations.pack(s + 1, y), [vectors[name] for name in names]
+                moved = movings.pack(s, updates)
+                return activations.pack(s + 1, y), moved, [vectors[name] for name in names]
 
             return forward
 
-        def backward_of(s: int) -> Callable[[Tree, list[jax.Array], Tree], tuple[Tree, Tree]]:
-            def backward(packed: Tree, vectors: list[jax.Array], dy: Tree) -> tuple[Tree, Tree]:
-                residuals = kept.unpack(s, dict(zip(names, vectors, strict=True)))
-                dy = activations.unpack(s + 1, dy)
-                dparams, dx = splits[s].backward(weights.unpack(s, packed), residuals, dy)
+        def backward_of(s: int) -> Callable[..., tuple[Tree, Tree]]:
+            def backward(
+                params: Tree, again: tuple[Tree, Key], vectors: list[jax.Array], dy: Tree
+            ) -> tuple[Tree, Tree]:
+                dparams, dx = splits[s].backward(
+                    weights.unpack(s, params),
+                    (constants.unpack(s, again[0]), again[1]),
+                    kept.unpack(s, dict(zip(names, vectors, strict=True))),
+                    activations.unpack(s + 1, dy),
+                )
                 return weights.pack(s, dparams), activations.pack(s, dx)
 
             return backward
 
-        stages = range(len(body))
         return SplitGradient(
             kept=[kept.shapes[name] for name in names],
-            forward=lambda *o: by_stage([forward_of(s) for s in stages], *o),
-            backward=lambda *o: by_stage([backward_of(s) for s in stages], *o),
+            forward=lambda *operands: by_stage(forward_of, *operands),
+            backward=lambda *operands: by_stage(backward_of, *operands),
         )
 
     return Program(
         payload=activations.shapes,
         enter=lambda x: activations.pack(0, x),
         leave=lambda payload: activations.unpack(len(body), payload),
-        run=run,
+        run=lambda own, payload, key: by_stage(run_of, own, payload, key),
         split=split,
     )

@@ -13,6 +13,10 @@ The second idea is that of the min-cut rematerialization in PyTorch's AOTAutogra
 "Min-cut optimal(*) recomputation", 2022). Decisions are never made twice: XLA may round the same
 expression otherwise in another program, and a comparison that was true in the forward could be
 false in the backward. So comparisons and roundings count as results to keep.
+
+Beside parameters and input a function may take what has no gradient. What is there again for the
+backward, such as a random key or a frozen weight, is free: what follows from it alone is computed
+again, so that dropout masks are never kept. What will have changed by then is kept like the input.
 A loop counts as a whole: weights cast inside of a `jax.lax.scan` are kept with what depends on x.
 """
 
@@ -44,52 +48,70 @@ class SplitGradient:
 
     Attributes:
         kept: shapes and dtypes of what lies between the two, the contents of the stash.
-        forward: `(params, x) -> (y, kept values)`.
-        backward: `(params, kept values, gradient of y) -> (gradients of params and of x)`.
+        forward: `(params, again, x, once) -> (y, aux, kept values)`.
+        backward: `(params, again, kept values, gradient of y) -> (gradients of params and of x)`.
     """
 
     kept: list[jax.ShapeDtypeStruct]
-    forward: Callable[[Tree, Tree], tuple[Tree, list[jax.Array]]]
-    backward: Callable[[Tree, Sequence[jax.Array], Tree], tuple[Tree, Tree]]
+    forward: Callable[[Tree, Tree, Tree, Tree], tuple[Tree, Tree, list[jax.Array]]]
+    backward: Callable[[Tree, Tree, Sequence[jax.Array], Tree], tuple[Tree, Tree]]
 
 
-def split_gradient(function: Callable[[Tree, Tree], Tree], params: Tree, x: Tree) -> SplitGradient:
-    """Split the gradient of `function(params, x)` for arguments of the given shapes.
+def split_gradient(
+    function: Callable[[Tree, Tree, Tree, Tree], tuple[Tree, Tree]],
+    params: Tree,
+    again: Tree,
+    x: Tree,
+    once: Tree,
+) -> SplitGradient:
+    """Split the gradient of a function for arguments of the given shapes and dtypes.
 
     Args:
-        function: differentiable in both arguments.
-        params: its parameters, or their shapes and dtypes.
-        x: its input, or its shapes and dtypes.
+        function: `(params, again, x, once) -> (y, aux)`; y is differentiable in parameters and x.
+        params: its parameters.
+        again: what the backward has as well as the forward, without gradient.
+        x: its input.
+        once: what only the forward has, without gradient.
     """
     trees: dict[str, Any] = {}
 
-    def linearize(params: Tree, x: Tree) -> tuple[list[Any], list[Any]]:
-        y, pullback = jax.vjp(function, params, x)
-        y_leaves, trees["y"] = jax.tree.flatten(y)
-        residuals, trees["pullback"] = jax.tree.flatten(pullback)
-        return y_leaves, residuals
+    def linearize(params: Tree, again: Tree, x: Tree, once: Tree) -> list[list[Any]]:
+        y, pullback, aux = jax.vjp(
+            lambda params, x: function(params, again, x, once), params, x, has_aux=True
+        )
+        parts = {"y": y, "aux": aux, "pullback": pullback}
+        leaves, trees["all"] = zip(*map(jax.tree.flatten, parts.values()), strict=True)
+        return list(leaves)
 
-    program, (y_shapes, _) = jax.make_jaxpr(linearize, return_shape=True)(params, x)
+    program, (y_shapes, aux_shapes, _) = jax.make_jaxpr(linearize, return_shape=True)(
+        params, again, x, once
+    )
+    y_tree, aux_tree, pullback_tree = trees["all"]
     program = _inline(program)
-    inputs = program.jaxpr.invars
-    num_params, num_y = len(jax.tree.leaves(params)), len(y_shapes)
-    y_vars, residual_vars = program.jaxpr.outvars[:num_y], program.jaxpr.outvars[num_y:]
-    kept_vars = _cheapest_to_keep(program.jaxpr, inputs[num_params:], residual_vars)
+    inputs, outputs = program.jaxpr.invars, program.jaxpr.outvars
+    num_free, num_y = len(jax.tree.leaves((params, again))), len(y_shapes)
+    num_results = num_y + len(aux_shapes)
+    residual_vars = outputs[num_results:]
+    kept_vars = _cheapest_to_keep(program.jaxpr, inputs[num_free:], residual_vars)
 
-    run_forward = _subprogram(program, inputs, [*y_vars, *kept_vars], effects=True)
-    run_rest = _subprogram(program, [*inputs[:num_params], *kept_vars], residual_vars)
+    run_forward = _subprogram(program, inputs, [*outputs[:num_results], *kept_vars], effects=True)
+    run_rest = _subprogram(program, [*inputs[:num_free], *kept_vars], residual_vars)
 
-    def forward(params: Tree, x: Tree) -> tuple[Tree, list[jax.Array]]:
-        outputs = run_forward(*jax.tree.leaves((params, x)))
-        return trees["y"].unflatten(outputs[:num_y]), outputs[num_y:]
+    def forward(
+        params: Tree, again: Tree, x: Tree, once: Tree
+    ) -> tuple[Tree, Tree, list[jax.Array]]:
+        values = run_forward(*jax.tree.leaves((params, again, x, once)))
+        y, aux = y_tree.unflatten(values[:num_y]), aux_tree.unflatten(values[num_y:num_results])
+        return y, aux, values[num_results:]
 
-    def backward(params: Tree, kept: Sequence[jax.Array], dy: Tree) -> tuple[Tree, Tree]:
-        pullback = trees["pullback"].unflatten(run_rest(*jax.tree.leaves(params), *kept))
-        dparams, dx = pullback(dy)
+    def backward(
+        params: Tree, again: Tree, kept: Sequence[jax.Array], dy: Tree
+    ) -> tuple[Tree, Tree]:
+        residuals = run_rest(*jax.tree.leaves((params, again)), *kept)
+        dparams, dx = pullback_tree.unflatten(residuals)(dy)
         return dparams, dx
 
-    kept = [_shape(v) for v in kept_vars]
-    return SplitGradient(kept, forward, backward)
+    return SplitGradient([_shape(v) for v in kept_vars], forward, backward)
 
 
 def _cheapest_to_keep(

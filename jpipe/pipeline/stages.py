@@ -7,18 +7,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jpipe.pipeline.keys import Keys, block_keys
 from jpipe.pipeline.per_stage import PerStage
 
 Tree = Any
 """A pytree of arrays."""
 
+Body = Callable[..., Any]
+"""`(parameters, x) -> x`, or a `Part`."""
 
-Body = Callable[[Tree, Tree], Tree]
-"""`(parameters, x) -> x`."""
+Part = Callable[[Tree, Tree, Tree, Any], tuple[Tree, Tree]]
+"""`(parameters, state, x, key) -> (y, updates)`: see `Stages.stateful`."""
 
 
 class Params(NamedTuple):
-    """Parameters of a pipelined model, or anything of their structure, such as gradients.
+    """Parameters of a pipelined model, or anything of their structure: gradients, state.
 
     Attributes:
         stem: of what only the first stage runs.
@@ -48,31 +51,50 @@ class Stages:
             the blocks of one stage, or all of them on one device. If the stages differ, a
             `PerStage` of functions `(params.body[s], x) -> x`, whose shapes may differ too.
         head: `(params.head, x) -> outputs`, any pytree.
+        stateful: whether the functions have state or draw random numbers. All three then have the
+            form `(params, state, x, key) -> (y, updates)`. State lies as parameters do, a `Params`,
+            and is not differentiated: running statistics, frozen parameters. The updates are the
+            new state, with None in place of what is never changed; they happen once for each
+            microbatch, in order. The key is a typed PRNG key, the same in forward and backward, and
+            None where none was given; the body gets one for each of its blocks, or, if the stages
+            differ, one to fold the number of a block into.
+        tie: `(parameters) -> Params` where parts share parameters: copies what is stored once to
+            wherever it is used. Gradients of all uses are summed. None if nothing is shared.
     """
 
-    stem: Callable[[Tree, Tree], Tree]
+    stem: Callable[..., Any]
     body: Body | PerStage[Body]
-    head: Callable[[Tree, Tree], Tree]
+    head: Callable[..., Any]
+    stateful: bool = False
+    tie: Callable[[Params], Params] | None = None
 
-    def boundary(self, stem_params: Tree, inputs: Tree) -> Tree:
-        """Shapes and dtypes of `x` for inputs of `[M, microbatch, ...]`."""
+    @property
+    def parts(self) -> "Parts":
+        """The three in their full form."""
+        if self.stateful:
+            return Parts(self.stem, self.body, self.head)
+        body = self.body
+        return Parts(
+            _without_state(self.stem),
+            PerStage(*map(_without_state, body))
+            if isinstance(body, PerStage)
+            else _without_state(body),
+            _without_state(self.head),
+        )
 
-        def first(params: Tree, inputs: Tree) -> Tree:
-            return self.stem(params, jax.tree.map(lambda a: a[0], inputs))
+    def tied(self, params: Params) -> Params:
+        """Parameters as the parts use them."""
+        return params if self.tie is None else Params(*self.tie(params))
 
-        return jax.eval_shape(first, stem_params, inputs)
-
-    def run_body(self, params: Tree, x: Tree) -> Tree:
-        """The whole body on one device."""
-        if not isinstance(self.body, PerStage):
-            return self.body(params, x)
-        for run, own in zip(self.body, params, strict=True):
-            x = run(own, x)
-        return x
-
-    def top(self, body_params: Tree, x: Tree) -> Tree:
-        """Shapes and dtypes of what enters the head, for `x` from the stem."""
-        return jax.eval_shape(self.run_body, body_params, x) if self.differ else x
+    def tied_back(self, grads: Params, stored: Params) -> Params:
+        """Gradients of parameters as the parts use them, to those of parameters as stored."""
+        if self.tie is None:
+            return grads
+        wide = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, jnp.promote_types(a.dtype, jnp.float32)), stored
+        )
+        (summed,) = jax.linear_transpose(self.tied, wide)(grads)
+        return Params(*summed)
 
     @property
     def differ(self) -> bool:
@@ -80,6 +102,57 @@ class Stages:
         return isinstance(self.body, PerStage)
 
 
+class Parts(NamedTuple):
+    """Stem, body and head in their full form, see `Stages.stateful`."""
+
+    stem: Part
+    body: Part | PerStage[Part]
+    head: Part
+
+    def run_body(
+        self, params: Tree, state: Tree, x: Tree, key: jax.Array | None
+    ) -> tuple[Tree, Tree]:
+        """The whole body on one device."""
+        if not isinstance(self.body, PerStage):
+            keys = block_keys(key, 0, num_blocks(params, state))
+            return self.body(params, state, x, keys)
+        updates = []
+        for run, own, own_state in zip(self.body, params, state, strict=True):
+            x, new = run(own, own_state, x, key)
+            updates.append(new)
+        return x, PerStage(*updates)
+
+    def run(self, params: Params, state: Params, inputs: Tree, keys: Keys) -> tuple[Tree, Params]:
+        """The whole model on one device: outputs of one microbatch, and updates."""
+        x, of_stem = self.stem(params.stem, state.stem, inputs, keys.stem)
+        x, of_body = self.run_body(params.body, state.body, x, keys.body)
+        outputs, of_head = self.head(params.head, state.head, x, keys.head)
+        return outputs, Params(of_stem, of_body, of_head)
+
+
+def _without_state(function: Callable[[Tree, Tree], Tree]) -> Part:
+    def part(params: Tree, _: Tree, x: Tree, __: Any) -> tuple[Tree, Tree]:
+        return function(params, x), ()
+
+    return part
+
+
+def num_blocks(params: Tree, state: Tree) -> int:
+    """How many blocks are stacked in a body of equal stages."""
+    leaves = jax.tree.leaves((params, state))
+    return int(leaves[0].shape[0]) if leaves else 0
+
+
+def no_state(params: Params) -> Params:
+    """The state of a model without."""
+    body = params.body
+    return Params((), PerStage(*[()] * len(body)) if isinstance(body, PerStage) else (), ())
+
+
 def shapes_of(tree: Tree) -> Tree:
     """Shapes and dtypes of arrays."""
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)), tree)
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), _dtype(a)), tree)
+
+
+def _dtype(leaf: Any) -> Any:
+    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)

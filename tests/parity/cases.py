@@ -3,6 +3,7 @@
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jpipe.mesh import make_mesh
@@ -47,5 +48,6 @@ def assert_same(actual, expected, tolerance=TOLERANCE["float32"]):
         assert leaf.shape == want.shape
         assert leaf.dtype == want.dtype
         a, b = np.asarray(leaf), np.asarray(want)
-        error = np.abs(a - b).max() / max(np.abs(b).max(), np.finfo(b.dtype).tiny)
+        largest = max(np.abs(b).max(), jnp.finfo(jnp.promote_types(b.dtype, jnp.float32)).tiny)
+        error = np.abs(a - b).max() / largest
         assert error <= tolerance, f"{jax.tree_util.keystr(path)}: {error:.2e} > {tolerance:.0e}"

@@ -154,3 +154,86 @@ def uneven(widths, num_microbatches, *, size=4):
         jax.random.normal(keys[-2], (num_microbatches, size, 5)),
         jax.random.normal(keys[-1], (num_microbatches, size, 3)),
     )
+
+
+class Carried(NamedTuple):
+    problem: Problem
+    state: Params
+    key: jax.Array
+
+
+def carrying(
+    num_blocks, num_microbatches, *, stages=None, size=4, width=8, recompute="none", rate=0.3
+):
+    """Batch norm, dropout, a frozen weight, a count, and outputs that depend on what moved before.
+
+    The blocks are stacked, or with `stages` cut into so many stages that differ.
+    """
+    draw = iter(jax.random.split(jax.random.key(3), 8))
+
+    def drop(key, x):
+        return x * jax.random.bernoulli(key, 1 - rate, x.shape) / (1 - rate)
+
+    def norm(state, x):
+        mean, var = x.mean(0), x.var(0)
+        moved = {"mean": 0.9 * state["mean"] + 0.1 * mean, "var": 0.9 * state["var"] + 0.1 * var}
+        return (x - mean) * jax.lax.rsqrt(var + 1e-5), moved
+
+    def stem(p, s, x, key):
+        k1, k2 = jax.random.split(key)
+        y, moved = norm(s["norm"], drop(k1, x @ p["w"]))
+        y = y + 0.1 * s["norm"]["mean"]  # what has moved since must not reach the backward
+        return drop(k2, jnp.tanh(y * p["b"])), {"norm": moved, "frozen": None}
+
+    def block(p, s, x, key):
+        y, moved = norm(s["norm"], x @ p["w"])
+        y = drop(key, jnp.tanh(y * jnp.cos(s["norm"]["mean"]))) @ s["frozen"]
+        return x + y, {"norm": moved, "frozen": None}
+
+    def head(p, s, x, key):
+        return drop(key, x) @ p + 0.01 * s["count"], {"count": s["count"] + 1}
+
+    def fresh(*shape):
+        return {"mean": jnp.zeros((*shape, width)), "var": jnp.ones((*shape, width))}
+
+    weights = {"w": normal(next(draw), num_blocks, width, width)}
+    states = {"norm": fresh(num_blocks), "frozen": normal(next(draw), num_blocks, width, width)}
+    params = Params(
+        {"w": normal(next(draw), 5, width), "b": jnp.full(width, 1.1)},
+        weights,
+        normal(next(draw), width, 3),
+    )
+    state = Params(
+        {"norm": fresh(), "frozen": jnp.ones(3)}, states, {"count": jnp.zeros((), jnp.int32)}
+    )
+    body = repeat_block(block, recompute, stateful=True)
+    if stages is not None:
+        cuts = [num_blocks * s // stages for s in range(stages + 1)]
+        ranges = list(itertools.starmap(range, itertools.pairwise(cuts)))
+
+        def pick(tree, k):
+            return jax.tree.map(lambda a: a[k], tree)
+
+        def run(which):
+            def run(p, s, x, key):
+                updates = {}
+                for k in which:
+                    own = None if key is None else jax.random.fold_in(key, k)
+                    x, updates[k] = block(p[k], s[k], x, own)
+                return x, updates
+
+            return jax.checkpoint(run, prevent_cse=False) if recompute == "stage" else run
+
+        params, state = (
+            tree._replace(body=PerStage(*({k: pick(tree.body, k) for k in r} for r in ranges)))
+            for tree in (params, state)
+        )
+        body = PerStage(*map(run, ranges))
+    problem = Problem(
+        Stages(stem, body, head, stateful=True),
+        lambda y, t: jnp.mean((y - t) ** 2),
+        params,
+        jax.random.normal(next(draw), (num_microbatches, size, 5)),
+        jax.random.normal(next(draw), (num_microbatches, size, 3)),
+    )
+    return Carried(problem, state, jax.random.key(7))

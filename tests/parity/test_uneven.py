@@ -18,6 +18,8 @@ from jpipe.pipeline import (
     pipeline_predict,
     pipeline_value_and_grad,
 )
+from jpipe.pipeline.keys import microbatch_keys
+from jpipe.pipeline.stages import no_state
 from jpipe.schedule import SCHEDULES
 from jpipe.train_step import init_train_state, make_train_step
 
@@ -67,8 +69,8 @@ def test_evaluate_and_predict():
     expected, _ = reference_numbers(problem)
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
     outputs = pipeline_predict(problem.stages, mesh)(params, inputs)
-    stages, own = problem.stages, problem.params
-    wanted = stages.head(own.head, stages.run_body(own.body, stages.stem(own.stem, inputs)))
+    own, none = problem.params, no_state(problem.params)
+    wanted, _ = problem.stages.parts.run(own, none, inputs, microbatch_keys(None, 0))
     np.testing.assert_allclose(outputs, wanted, rtol=2e-6, atol=2e-6)
 
 

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from pipeline.simple_split import split_gradient
 
 from jpipe.models import GPTConfig
 from jpipe.models.gpt import Block
-from jpipe.pipeline.residuals import split_gradient
 
 
 def test_a_gpt_block_keeps_a_fraction_of_what_vjp_saves():

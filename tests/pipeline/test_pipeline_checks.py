@@ -247,7 +247,7 @@ def test_different_numbers_of_blocks():
     wrong = with_params(found, body={**found.params.body, "w": np.zeros((8, 8, 8), np.float32)})
     refused(
         lambda: train(wrong, make_mesh(STAGES)),
-        "params.body must stack the same number of blocks",
+        "the body must stack the same number of blocks",
         "params.body['b'] has 4",
         "params.body['w'] has 8",
     )

@@ -10,11 +10,11 @@ import pytest
 from flax import nnx
 from parity import models
 from pipeline import hlo
+from pipeline.simple_split import split_gradient
 
 from jpipe.mesh import make_mesh
 from jpipe.models import GPT, GPTConfig, next_token_loss
 from jpipe.pipeline import Params, Stages, pipeline_value_and_grad, repeat_block
-from jpipe.pipeline.residuals import split_gradient
 from jpipe.schedule import SCHEDULES, assign_slots, make_schedule
 
 STAGES, SIZE, CONTEXT, WIDTH = 4, 3, 10, 24
