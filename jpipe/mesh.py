@@ -1,8 +1,9 @@
 """Mesh axes, meshes, and devices simulated on the CPU."""
 
+import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
@@ -11,14 +12,15 @@ from jax.sharding import AxisType, Mesh
 STAGE = "stage"
 DATA = "data"
 MODEL = "model"
-AXES = (STAGE, DATA)
+AXES = (STAGE, DATA, MODEL)
 
 
 def parse_mesh(text: str) -> dict[str, int]:
     """Read a mesh as users write it.
 
     Args:
-        text: `4` (stages), `4x2` (stages x data) or `stage=4,data=2`.
+        text: `4` (stages), `4x2` (stages x data), `2x2x2` (stages x data x model) or
+            `stage=4,data=2`.
 
     Returns:
         The size of each of `AXES`.
@@ -26,7 +28,9 @@ def parse_mesh(text: str) -> dict[str, int]:
     Raises:
         ValueError: if the text is no mesh, a size is below 1, or an axis is unknown.
     """
-    grammar = "write 4 (stages), 4x2 (stages x data) or stage=4,data=2"
+    grammar = (
+        "write 4 (stages), 4x2 (stages x data), 2x2x2 (stages x data x model) or stage=4,data=2"
+    )
     if "=" in text:
         pairs = [re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part) for part in text.split(",")]
         named = [(p[1], int(p[2])) for p in pairs if p]
@@ -36,13 +40,8 @@ def parse_mesh(text: str) -> dict[str, int]:
         sizes = text.lower().split("x")
         if not all(re.fullmatch(r"\s*\d+\s*", size) for size in sizes) or len(sizes) > 3:
             raise ValueError(f"mesh={text!r} is not understood; {grammar}")
-        named = list(zip((STAGE, DATA, MODEL), map(int, sizes), strict=False))
+        named = list(zip(AXES, map(int, sizes), strict=False))
     for axis, size in named:
-        if axis == MODEL:
-            raise ValueError(
-                f"mesh={text!r} asks for a {MODEL!r} axis, which is not supported yet; "
-                f"use only {STAGE!r} and {DATA!r}, e.g. {STAGE}=4,{DATA}=2"
-            )
         if axis not in AXES:
             raise ValueError(f"mesh={text!r} has an unknown axis {axis!r}; {grammar}")
         if size < 1:
@@ -51,33 +50,47 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def make_mesh(
-    num_stages: int, num_data: int = 1, *, devices: Sequence[jax.Device] | None = None
+    num_stages: int,
+    num_data: int = 1,
+    num_model: int = 1,
+    *,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """Lay devices out over the axes `stage` and `data`.
+    """Lay devices out over the axes `stage`, `data` and `model`.
 
-    Neighbouring stages get neighbouring devices: `stage` is the inner axis of the device order.
+    The more two devices have to tell each other, the closer they are in the order of devices: those
+    along `model` are neighbours, then come those along `stage`, and `data` is the outer axis.
 
     Args:
         num_stages: P, size of the `stage` axis.
         num_data: size of the `data` axis.
-        devices: the devices to use, at least `num_stages * num_data`; default `jax.devices()`.
+        num_model: size of the `model` axis.
+        devices: the devices to use, at least as many as the mesh has; default `jax.devices()`.
 
     Raises:
         ValueError: if there are too few devices.
     """
-    for argument, value in (("num_stages", num_stages), ("num_data", num_data)):
+    sizes = {"num_stages": num_stages, "num_data": num_data, "num_model": num_model}
+    for argument, value in sizes.items():
         if value < 1:
             raise ValueError(f"{argument}={value} must be at least 1")
     devices = jax.devices() if devices is None else devices
-    needed = num_stages * num_data
+    needed = math.prod(sizes.values())
     if len(devices) < needed:
         raise ValueError(
-            f"a mesh of {num_stages} stages x {num_data} data needs {needed} devices, there are "
+            f"a mesh of {describe_mesh(sizes.values())} needs {needed} devices, there are "
             f"{len(devices)}; simulate them on the CPU with jpipe.mesh.simulate_devices({needed}) "
             "before JAX is first used"
         )
-    grid = np.array(devices[:needed]).reshape(num_data, num_stages).T
+    grid = np.array(devices[:needed]).reshape(num_data, num_stages, num_model)
+    grid = grid.transpose(1, 0, 2)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def describe_mesh(sizes: Iterable[int]) -> str:
+    """The sizes of `AXES` in words, such as `4 stages x 2 data`."""
+    stages, data, model = sizes
+    return f"{stages} stages x {data} data" + (f" x {model} model" if model > 1 else "")
 
 
 def has_explicit_axes(mesh: Mesh) -> bool:

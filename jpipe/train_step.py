@@ -31,11 +31,19 @@ class TrainState(NamedTuple):
         step: int32 scalar, optimizer updates made so far.
         params: the parameters.
         opt_state: the optimizer's state, made for parameters of at least float32.
+        model_state: what else the model has, such as running statistics; None if nothing.
+        key: a typed PRNG key, from which those of all steps follow; None if nothing is random.
     """
 
     step: jax.Array
     params: Params
     opt_state: optax.OptState
+    model_state: Params | None = None
+    key: jax.Array | None = None
+
+
+Init = Callable[[], Params | tuple[Params, Params]]
+"""Makes the parameters, or parameters and state."""
 
 
 class Metrics(NamedTuple):
@@ -53,20 +61,25 @@ class Metrics(NamedTuple):
 
 
 def state_shardings(
-    params: Params, optimizer: optax.GradientTransformation, mesh: Mesh
+    state: TrainState,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    partition: Params | None = None,
 ) -> TrainState:
     """How a training state lies on the mesh: what belongs to a parameter lies where it does.
 
     Args:
-        params: the parameters, or their shapes and dtypes.
-        optimizer: an optax optimizer.
+        state: the state, or its shapes and dtypes.
+        optimizer: the optax optimizer that it is for.
         mesh: the mesh, with a `stage` axis.
+        partition: how parameters lie over other axes, see `jpipe.pipeline.Stages`.
 
     Returns:
         A `TrainState` of shardings.
     """
+    params = state.params
     everywhere = NamedSharding(mesh, PartitionSpec())
-    of_params = param_shardings(mesh, params)
+    of_params = param_shardings(mesh, params, partition)
 
     def place(leaf: Any, param: Any, sharding: NamedSharding) -> Any:
         # Not all that belongs to a parameter has its shape: Adafactor keeps rows and columns, SM3 a
@@ -84,49 +97,69 @@ def state_shardings(
         transform_non_params=lambda _: everywhere,
         is_leaf=lambda node: isinstance(node, optax.MaskedNode | list),
     )
-    shardings: Any = (everywhere, of_params, opt_state)
+    of_state = state.model_state and param_shardings(mesh, state.model_state)
+    of_key = None if state.key is None else everywhere
+    shardings: Any = (everywhere, of_params, opt_state, of_state, of_key)
     return TrainState(*shardings)
 
 
 def init_train_state(
-    init: Callable[[], Params], optimizer: optax.GradientTransformation, mesh: Mesh
+    init: Init,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    key: jax.Array | None = None,
+    partition: Params | None = None,
 ) -> TrainState:
     """A fresh training state, laid out on the mesh.
 
     Args:
-        init: makes the parameters; traced.
+        init: makes the parameters, or parameters and state; traced.
         optimizer: an optax optimizer.
         mesh: the mesh, with a `stage` axis.
+        key: a typed PRNG key for models that draw random numbers, such as dropout.
+        partition: the model's `Stages.partition`, if it has one.
     """
-    make = jax.jit(lambda: _lay_out(_fresh(init, optimizer), optimizer, mesh))
+    make = jax.jit(lambda key: _lay_out(_fresh(init, optimizer, key), optimizer, mesh, partition))
     with jax.set_mesh(mesh) if has_explicit_axes(mesh) else contextlib.nullcontext():
-        state: TrainState = make()
+        state: TrainState = make(key)
     return state
 
 
 def abstract_train_state(
-    init: Callable[[], Params], optimizer: optax.GradientTransformation, mesh: Mesh | None = None
+    init: Init,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | None = None,
+    *,
+    key: jax.Array | None = None,
+    partition: Params | None = None,
 ) -> TrainState:
     """Shapes, dtypes and places of a fresh training state, to compile a step without one.
 
     Args:
-        init: makes the parameters; traced.
+        init: makes the parameters, or parameters and state; traced.
         optimizer: an optax optimizer.
         mesh: the mesh, with a `stage` axis; None for one device.
+        key: as for `init_train_state`.
+        partition: as for `init_train_state`.
     """
-    state: TrainState = jax.eval_shape(lambda: _fresh(init, optimizer))
+    state: TrainState = jax.eval_shape(lambda: _fresh(init, optimizer, key))
     if mesh is None:
         return state
 
     def place(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(place, state, state_shardings(state.params, optimizer, mesh))
+    return jax.tree.map(place, state, state_shardings(state, optimizer, mesh, partition))
 
 
-def _fresh(init: Callable[[], Params], optimizer: optax.GradientTransformation) -> TrainState:
-    params = init()
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(_at_least_float32(params)))
+def _fresh(
+    init: Init, optimizer: optax.GradientTransformation, key: jax.Array | None
+) -> TrainState:
+    made: Any = init()
+    params, model_state = (made, None) if isinstance(made, Params) else made
+    opt_state = optimizer.init(_at_least_float32(params))
+    return TrainState(jnp.zeros((), jnp.int32), params, opt_state, model_state, key)
 
 
 def _at_least_float32(params: Params) -> Params:
@@ -134,8 +167,13 @@ def _at_least_float32(params: Params) -> Params:
     return jax.tree.map(lambda p: p.astype(jnp.promote_types(p.dtype, jnp.float32)), params)
 
 
-def _lay_out(state: TrainState, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    shardings = state_shardings(state.params, optimizer, mesh)
+def _lay_out(
+    state: TrainState,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    partition: Params | None,
+) -> TrainState:
+    shardings = state_shardings(state, optimizer, mesh, partition)
     if has_explicit_axes(mesh):
         return jax.tree.map(jax.reshard, state, shardings)
     return jax.lax.with_sharding_constraint(state, shardings)
@@ -173,7 +211,7 @@ def make_train_step(
 
     def train_step(state: TrainState, inputs: Tree, targets: Tree) -> tuple[TrainState, Metrics]:
         new, metrics = _update(value_and_grad, optimizer, state, inputs, targets)
-        return _lay_out(new, optimizer, mesh), metrics
+        return _lay_out(new, optimizer, mesh, stages.partition), metrics
 
     batch = batch_sharding(mesh)
     return jax.jit(train_step, donate_argnums=0, in_shardings=(None, batch, batch))
@@ -192,15 +230,18 @@ def make_reference_step(
 
 
 def _update(
-    value_and_grad: Callable[[Params, Tree, Tree], tuple[tuple[jax.Array, Tree], Params]],
+    value_and_grad: Callable[..., tuple[Any, ...]],
     optimizer: optax.GradientTransformation,
     state: TrainState,
     inputs: Tree,
     targets: Tree,
 ) -> tuple[TrainState, Metrics]:
-    (value, aux), grads = value_and_grad(state.params, inputs, targets)
+    key = None if state.key is None else jax.random.fold_in(state.key, state.step)
+    (value, aux), grads, *rest = value_and_grad(
+        state.params, inputs, targets, state.model_state, key
+    )
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    return TrainState(state.step + 1, params, opt_state), Metrics(
-        value, optax.tree.norm(grads), aux
-    )
+    model_state = rest[0] if rest else None
+    new = TrainState(state.step + 1, params, opt_state, model_state, state.key)
+    return new, Metrics(value, optax.tree.norm(grads), aux)

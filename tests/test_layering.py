@@ -90,7 +90,7 @@ def test_reserved_packages(path):
 
 def test_the_oracle_knows_the_contract_only():
     names = {name for name in imports(ROOT / "reference.py") if name.startswith("jpipe.")}
-    contract = ("jpipe.pipeline.stages", "jpipe.pipeline.losses")
+    contract = ("jpipe.pipeline.stages", "jpipe.pipeline.losses", "jpipe.pipeline.keys")
     assert all(name.startswith(contract) for name in names)
 
 

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jpipe.adapters import NnxPipeline, pipeline_from_nnx
+from jpipe.adapters import FlaxPipeline, pipeline_from_nnx
 from jpipe.mesh import make_mesh, simulate_devices
 from jpipe.models import GPT, GPTConfig, next_token_loss
 from jpipe.pipeline import Recompute, batch_sharding, param_shardings, pipeline_value_and_grad
@@ -32,7 +32,7 @@ MICROBATCH = 2
 CONFIG = GPTConfig(vocab_size=256, context=128, layers=8, width=256, heads=8)
 
 
-def make_model(recompute: Recompute) -> NnxPipeline:
+def make_model(recompute: Recompute) -> FlaxPipeline:
     return pipeline_from_nnx(
         lambda rngs: GPT(CONFIG, rngs=rngs),
         stem="embedding",

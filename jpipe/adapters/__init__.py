@@ -1,5 +1,6 @@
 """Flax models as pipeline stages."""
 
-from jpipe.adapters.flax_nnx import NnxPipeline, pipeline_from_nnx
+from jpipe.adapters.flax_nnx import pipeline_from_nnx
+from jpipe.adapters.flax_pipeline import FlaxPipeline
 
-__all__ = ["NnxPipeline", "pipeline_from_nnx"]
+__all__ = ["FlaxPipeline", "pipeline_from_nnx"]

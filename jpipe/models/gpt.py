@@ -5,6 +5,9 @@ causal self-attention, GELU, learned positions.
 
 Shapes: B examples, S tokens, D width, H heads, K = D / H, V vocabulary, T = B * S. Matrices are
 multiplied as `[T, D] @ [D, E]`: XLA on the CPU is slow at the same product with three dimensions.
+
+Over a mesh axis `model` heads and the inner features of an MLP are divided (Shoeybi et al.,
+"Megatron-LM", 2019, arXiv 1909.08053).
 """
 
 import dataclasses
@@ -24,6 +27,8 @@ class GPTConfig:
         layers: number of blocks.
         width: D, features per token.
         heads: H, attention heads; must divide `width`.
+        tied: whether the head projects by the matrix of the token embedding (Press and Wolf, 2017,
+            arXiv 1608.05859).
     """
 
     vocab_size: int = 256
@@ -31,12 +36,13 @@ class GPTConfig:
     layers: int = 8
     width: int = 128
     heads: int = 4
+    tied: bool = False
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for name in ("vocab_size", "context", "layers", "width", "heads"):
+            value = getattr(self, name)
             if value < 1:
-                raise ValueError(f"{field.name}={value} must be at least 1")
+                raise ValueError(f"{name}={value} must be at least 1")
         if self.width % self.heads:
             raise ValueError(
                 f"width={self.width} must be divisible by heads={self.heads}; "
@@ -64,8 +70,8 @@ class CausalAttention(nnx.Module):
         width = config.width
         init = nnx.initializers.normal(0.02)
         self.heads = config.heads
-        self.qkv = nnx.Linear(width, 3 * width, kernel_init=init, rngs=rngs)
-        self.out = nnx.Linear(width, width, kernel_init=_residual_init(config), rngs=rngs)
+        self.qkv = nnx.Linear(width, 3 * width, kernel_init=_columns(init), rngs=rngs)
+        self.out = nnx.Linear(width, width, kernel_init=_rows(_residual_init(config)), rngs=rngs)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Attend over float `[B, S, D]`."""
@@ -85,8 +91,10 @@ class MLP(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         width = config.width
         init = nnx.initializers.normal(0.02)
-        self.up = nnx.Linear(width, 4 * width, kernel_init=init, rngs=rngs)
-        self.down = nnx.Linear(4 * width, width, kernel_init=_residual_init(config), rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, kernel_init=_columns(init), rngs=rngs)
+        self.down = nnx.Linear(
+            4 * width, width, kernel_init=_rows(_residual_init(config)), rngs=rngs
+        )
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Transform float `[B, S, D]` token by token."""
@@ -110,10 +118,13 @@ class Block(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Final norm and projection to the vocabulary."""
+    """Final norm and projection to the vocabulary, by the embedding's own matrix if tied."""
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: GPTConfig, token: nnx.Embed, *, rngs: nnx.Rngs) -> None:
         self.norm = nnx.LayerNorm(config.width, rngs=rngs)
+        if config.tied:
+            self.token = token
+            return
         self.project = nnx.Linear(
             config.width,
             config.vocab_size,
@@ -125,16 +136,19 @@ class Head(nnx.Module):
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Map float `[B, S, D]` to logits `[B, S, V]`."""
         B, S, D = x_BSD.shape
-        return self.project(self.norm(x_BSD).reshape(B * S, D)).reshape(B, S, -1)
+        x_TD = self.norm(x_BSD).reshape(B * S, D)
+        logits_TV = self.token.attend(x_TD) if hasattr(self, "token") else self.project(x_TD)
+        return logits_TV.reshape(B, S, -1)
 
 
 class GPT(nnx.Module):
     """Embedding, blocks and head."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
-        self.embedding = Embedding(config, rngs=rngs)
-        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
-        self.head = Head(config, rngs=rngs)
+        with nnx.use_eager_sharding(False):  # the annotations matter on a mesh only
+            self.embedding = Embedding(config, rngs=rngs)
+            self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
+            self.head = Head(config, self.embedding.token, rngs=rngs)
 
     def __call__(self, tokens_BS: jax.Array) -> jax.Array:
         """Map int `[B, S]` tokens to the logits `[B, S, V]` of each next token."""
@@ -149,6 +163,16 @@ def next_token_loss(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
     logits_BSV = logits_BSV.astype(jnp.float32)
     target_BS = jnp.take_along_axis(logits_BSV, targets_BS[..., None], axis=-1)[..., 0]
     return jnp.mean(jax.nn.logsumexp(logits_BSV, axis=-1) - target_BS)
+
+
+def _columns(init: nnx.Initializer) -> nnx.Initializer:
+    """A kernel whose outputs are divided over `model`."""
+    return nnx.with_partitioning(init, (None, "model"))
+
+
+def _rows(init: nnx.Initializer) -> nnx.Initializer:
+    """A kernel whose inputs are divided over `model`."""
+    return nnx.with_partitioning(init, ("model", None))
 
 
 def _residual_init(config: GPTConfig) -> nnx.Initializer:

@@ -3,7 +3,7 @@
 from jpipe.pipeline.blocks import Recompute, repeat_block
 from jpipe.pipeline.evaluate import pipeline_evaluate, pipeline_predict
 from jpipe.pipeline.gradients import pipeline_value_and_grad
-from jpipe.pipeline.layout import batch_sharding, param_shardings
+from jpipe.pipeline.layout import batch_sharding, fsdp, param_shardings
 from jpipe.pipeline.losses import Loss, LossTerms
 from jpipe.pipeline.per_stage import PerStage
 from jpipe.pipeline.stages import Params, Stages
@@ -16,6 +16,7 @@ __all__ = [
     "Recompute",
     "Stages",
     "batch_sharding",
+    "fsdp",
     "param_shardings",
     "pipeline_evaluate",
     "pipeline_predict",

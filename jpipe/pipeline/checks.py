@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jpipe.mesh import DATA, STAGE
+from jpipe.mesh import AXES, DATA, MODEL, STAGE
 from jpipe.pipeline.keys import block_keys, microbatch_keys
 from jpipe.pipeline.losses import Loss, LossTerms
 from jpipe.pipeline.per_stage import PerStage
@@ -22,11 +22,11 @@ def check_mesh(mesh: Mesh) -> None:
     Raises:
         ValueError: naming the axes.
     """
-    unknown = set(mesh.axis_names) - {STAGE, DATA}
+    unknown = set(mesh.axis_names) - set(AXES)
     if STAGE not in mesh.axis_names or unknown:
         raise ValueError(
-            f"mesh has the axes {mesh.axis_names}; it needs {STAGE!r} and may have {DATA!r}: "
-            "make one with jpipe.mesh.make_mesh"
+            f"mesh has the axes {mesh.axis_names}; it needs {STAGE!r} and may have {DATA!r} and "
+            f"{MODEL!r}: make one with jpipe.mesh.make_mesh"
         )
 
 

@@ -15,6 +15,7 @@ from jpipe.pipeline.layout import (
     lay_out,
     manual_axes,
     only,
+    only_axes,
     param_specs,
 )
 from jpipe.pipeline.losses import Loss, LossTerms, add_terms, loss_terms, no_terms
@@ -54,7 +55,7 @@ def pipeline_evaluate(
         checks.check_batch(mesh, inputs=inputs, targets=targets)
         run = _Forward(stages, mesh, params, state, inputs, key)
         checks.check_loss(loss, run.outputs, targets, has_aux=has_aux)
-        _, targets = lay_out(mesh, (), targets)
+        _, targets = lay_out(mesh, (), (), targets)
 
         def on_stage(
             variables: Variables, key: jax.Array | None, inputs: Tree, targets: Tree
@@ -139,12 +140,14 @@ class _Forward:
         state = checks.as_state(stages, params, state, key)
         checks.check_params(params, state, mesh)
         self.outputs = checks.check_stages(stages, params, state, inputs, key, mesh).outputs
-        self.manual = manual_axes(mesh, (), key)
+        partition = stages.tied_partition
+        self.manual = manual_axes(mesh, (), key, partition)
         variables = Variables(params, state, jax.tree.map(lambda _: None, state))
         self._parts, self._mesh, self._key = stages.parts, mesh, key
-        self._specs = Variables(*(param_specs(mesh, kind) for kind in variables))
+        of_state = (param_specs(mesh, kind) for kind in variables[1:])
+        self._specs = Variables(param_specs(mesh, params, partition), *of_state)
         self._body_shapes = shapes_of(variables.part("body"))
-        self._variables, self._inputs = lay_out(mesh, variables, inputs)
+        self._variables, self._inputs = lay_out(mesh, variables, self._specs, inputs)
 
     def on_stage(
         self,
@@ -167,7 +170,12 @@ class _Forward:
         return jax.shard_map(
             on_stage,
             mesh=self._mesh,
-            in_specs=(self._specs, PartitionSpec(), spec, *[spec] * len(batch)),
+            in_specs=(
+                only_axes(self.manual, self._specs),
+                PartitionSpec(),
+                spec,
+                *[spec] * len(batch),
+            ),
             out_specs=out,
             axis_names=self.manual,
             check_vma=False,

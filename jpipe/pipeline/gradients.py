@@ -14,6 +14,7 @@ from jpipe.pipeline.layout import (
     lay_out,
     manual_axes,
     only,
+    only_axes,
     param_specs,
     reduce_grads,
     share_state,
@@ -95,10 +96,16 @@ def pipeline_value_and_grad(
 
         moving, constant = cut_state(state, found.updates)
         variables = Variables(params, constant, moving)
-        manual = manual_axes(mesh, moving, key)
-        specs = Variables(*(param_specs(mesh, kind) for kind in variables))
+        partition = stages.tied_partition
+        manual = manual_axes(mesh, moving, key, partition)
+        specs = Variables(
+            param_specs(mesh, params, partition),
+            param_specs(mesh, constant),
+            param_specs(mesh, moving),
+        )
         body_shapes = shapes_of(variables.part("body"))
-        variables, inputs, targets = lay_out(mesh, variables, inputs, targets)
+        variables, inputs, targets = lay_out(mesh, variables, specs, inputs, targets)
+        inner = only_axes(manual, specs)
 
         def on_stage(
             variables: Variables, key: jax.Array | None, inputs: Tree, targets: Tree
@@ -119,8 +126,8 @@ def pipeline_value_and_grad(
         value, grads, moving = jax.shard_map(
             on_stage,
             mesh=mesh,
-            in_specs=(specs, PartitionSpec(), batch, batch),
-            out_specs=(PartitionSpec(), specs.params, specs.moving),
+            in_specs=(inner, PartitionSpec(), batch, batch),
+            out_specs=(PartitionSpec(), inner.params, inner.moving),
             axis_names=manual,
             check_vma=False,
         )(variables, key, inputs, targets)

@@ -10,6 +10,8 @@ gradients once after its last. That is how ZeRO stores parameters over data-para
 and place in the tree.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -32,58 +34,118 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, batch_spec(mesh))
 
 
-def param_specs(mesh: Mesh, params: Params) -> Params:
+def param_specs(mesh: Mesh, params: Params, partition: Params | None = None) -> Params:
     """How parameters and gradients lie on the mesh.
 
     Args:
         mesh: the mesh, with a `stage` axis.
         params: the parameters, or their shapes.
+        partition: how they lie over other axes, see `Stages.partition`.
 
     Returns:
         A `Params` of partition specs: blocks over `stage` by their first dim, every other
         parameter over `stage` by its largest dim that divides, or whole everywhere if none does.
     """
 
-    def share(leaf: jax.Array | jax.ShapeDtypeStruct) -> PartitionSpec:
-        dim = _shared_dim(jnp.shape(leaf), mesh.shape[STAGE])
-        return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, STAGE)
+    def share(leaf: jax.Array | jax.ShapeDtypeStruct, others: PartitionSpec) -> PartitionSpec:
+        names = list(others) + [None] * (len(jnp.shape(leaf)) - len(others))
+        dim = _shared_dim(jnp.shape(leaf), names, mesh.shape[STAGE])
+        if dim is not None:
+            names[dim] = STAGE
+        while names and names[-1] is None:
+            names.pop()
+        return PartitionSpec(*names)
 
-    def stacked(_: Any) -> PartitionSpec:
-        return PartitionSpec(STAGE)
+    def stacked(_: Any, others: PartitionSpec) -> PartitionSpec:
+        return PartitionSpec(STAGE, *others[1:])
 
+    whole: Any = jax.tree.map(lambda _: PartitionSpec(), params)
+    others = whole if partition is None else jax.tree.map(_on(mesh), params, partition)
     place = share if isinstance(params.body, PerStage) else stacked
     return Params(
-        stem=jax.tree.map(share, params.stem),
-        body=jax.tree.map(place, params.body),
-        head=jax.tree.map(share, params.head),
+        stem=jax.tree.map(share, params.stem, others.stem),
+        body=jax.tree.map(place, params.body, others.body),
+        head=jax.tree.map(share, params.head, others.head),
     )
 
 
-def param_shardings(mesh: Mesh, params: Params) -> Params:
+def param_shardings(mesh: Mesh, params: Params, partition: Params | None = None) -> Params:
     """The sharding of each parameter, and of each gradient.
 
     Args:
         mesh: the mesh, with a `stage` axis.
         params: the parameters, or their shapes.
+        partition: how they lie over other axes, see `Stages.partition`.
     """
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(mesh, params))
+    specs = param_specs(mesh, params, partition)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
-def manual_axes(mesh: Mesh, moving: Tree, key: Any) -> frozenset[str]:
+def fsdp(mesh: Mesh, params: Params) -> Params:
+    """A `Stages.partition` that lays each parameter over `data` by its largest dim that divides.
+
+    Zhao et al., "PyTorch FSDP", 2023 (arXiv 2304.11277).
+
+    Args:
+        mesh: the mesh, with the axes `stage` and `data`.
+        params: the parameters, or their shapes.
+    """
+
+    def divide(leaf: Any, leading: int) -> PartitionSpec:
+        shape = jnp.shape(leaf)
+        taken = [STAGE] * leading + [None] * (len(shape) - leading)
+        dim = _shared_dim(shape, taken, mesh.shape[DATA])
+        return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, DATA)
+
+    leading = 0 if isinstance(params.body, PerStage) else 1
+    return Params(
+        jax.tree.map(lambda a: divide(a, 0), params.stem),
+        jax.tree.map(lambda a: divide(a, leading), params.body),
+        jax.tree.map(lambda a: divide(a, 0), params.head),
+    )
+
+
+def _on(mesh: Mesh) -> Any:
+    """What of a partition applies on a mesh: axes that it lacks are of size 1, so to speak."""
+
+    def keep(leaf: Any, spec: PartitionSpec) -> PartitionSpec:
+        names: list[Any] = []
+        for size, entry in zip(jnp.shape(leaf), spec, strict=False):
+            axes = entry if isinstance(entry, tuple) else (entry,)
+            if STAGE in axes:
+                raise ValueError(f"partition={spec} names {STAGE!r}, which jpipe lays out itself")
+            present = tuple(axis for axis in axes if axis in mesh.axis_names)
+            count = math.prod(mesh.shape[axis] for axis in present)
+            if size % count:
+                raise ValueError(
+                    f"a parameter of shape {jnp.shape(leaf)} is annotated {spec}, but {size} does "
+                    f"not divide over {count} devices; annotate another dim, or use another mesh"
+                )
+            names.append((present if len(present) > 1 else present[0]) if present else None)
+        return PartitionSpec(*names)
+
+    return keep
+
+
+def manual_axes(mesh: Mesh, moving: Tree, key: Any, partition: Params | None) -> frozenset[str]:
     """The axes over which each device runs a program of its own; XLA divides the work over others.
 
-    Over `data` devices need nothing of each other until gradients are summed at the end of a step.
-    Batch statistics and random numbers are another matter: they belong to the whole microbatch. For
-    a model with these XLA divides each microbatch, and exchanges what it takes to have the numbers
-    of one device; it then sums gradients over `data` after each microbatch.
+    Over `model` XLA divides the work as the annotations of parameters suggest. Over `data` devices
+    need nothing of each other until gradients are summed at the end of a step. Batch statistics and
+    random numbers are another matter: they belong to the whole microbatch. For a model with these
+    XLA divides each microbatch, and exchanges what it takes to have the numbers of one device; it
+    then sums gradients over `data` after each microbatch.
 
     Args:
         mesh: the mesh.
         moving: what the model updates in each microbatch.
         key: the step's random key, or None.
+        partition: how parameters lie over axes but `stage`; if over `data`, XLA divides that, too.
     """
-    whole = key is not None or bool(jax.tree.leaves(moving))
-    return frozenset({STAGE} if whole else {STAGE, DATA} & set(mesh.axis_names))
+    divided = any(DATA in spec for spec in jax.tree.leaves(partition))
+    whole = divided or key is not None or bool(jax.tree.leaves(moving))
+    axes = {STAGE} if whole else {STAGE, DATA}
+    return frozenset(axis for axis in mesh.axis_names if axis in axes or mesh.shape[axis] == 1)
 
 
 def only(axes: frozenset[str], spec: PartitionSpec) -> PartitionSpec:
@@ -91,20 +153,25 @@ def only(axes: frozenset[str], spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*(name if name in axes else None for name in spec))
 
 
-def lay_out(mesh: Mesh, variables: Tree, *batch: Tree) -> tuple[Any, ...]:
-    """Variables (each kind a `Params`) and batch as they lie, before each device goes its own way.
+def only_axes(axes: frozenset[str], specs: Tree) -> Tree:
+    """The same of a pytree of specs."""
+    return jax.tree.map(lambda spec: only(axes, spec), specs)
 
-    On `Explicit` axes, which `jax.make_mesh` gives by default, `shard_map` refuses arrays that lie
-    otherwise.
+
+def lay_out(mesh: Mesh, variables: Tree, specs: Tree, *batch: Tree) -> tuple[Any, ...]:
+    """Variables and batch as they lie, before each device goes its own way.
+
+    Args:
+        mesh: the mesh.
+        variables: any pytree of arrays.
+        specs: a partition spec for each.
+        *batch: pytrees of `[M, microbatch, ...]` arrays.
     """
-    sharding = batch_sharding(mesh)
-    if not has_explicit_axes(mesh):
-        return variables, *jax.lax.with_sharding_constraint(batch, sharding)
+    place = jax.reshard if has_explicit_axes(mesh) else jax.lax.with_sharding_constraint
+    over_data = batch_sharding(mesh)
     return (
-        type(variables)(
-            *(jax.tree.map(jax.reshard, kind, param_shardings(mesh, kind)) for kind in variables)
-        ),
-        *(jax.tree.map(lambda a: jax.reshard(a, sharding), tree) for tree in batch),
+        jax.tree.map(lambda a, spec: place(a, NamedSharding(mesh, spec)), variables, specs),
+        *(jax.tree.map(lambda a: place(a, over_data), tree) for tree in batch),
     )
 
 
@@ -192,7 +259,9 @@ def _summable(dtype: Any) -> Any:
     )
 
 
-def _shared_dim(shape: Tree, num_stages: int) -> int | None:
-    """The largest dim that the stages can share equally."""
-    dims = [dim for dim, size in enumerate(shape) if size and size % num_stages == 0]
+def _shared_dim(shape: Tree, names: Sequence[Any], count: int) -> int | None:
+    """The largest dim, of those that lie nowhere yet, that so many devices can share equally."""
+    dims = [
+        dim for dim, size in enumerate(shape) if size and size % count == 0 and names[dim] is None
+    ]
     return max(dims, key=lambda dim: shape[dim], default=None)

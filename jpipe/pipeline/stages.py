@@ -60,6 +60,9 @@ class Stages:
             differ, one to fold the number of a block into.
         tie: `(parameters) -> Params` where parts share parameters: copies what is stored once to
             wherever it is used. Gradients of all uses are summed. None if nothing is shared.
+        partition: a `PartitionSpec` for each parameter, how it lies over the mesh axes `model` and
+            `data`; None for whole everywhere. XLA divides the work accordingly. Together with
+            `tie`, that must take specs for parameters, too.
     """
 
     stem: Callable[..., Any]
@@ -67,6 +70,7 @@ class Stages:
     head: Callable[..., Any]
     stateful: bool = False
     tie: Callable[[Params], Params] | None = None
+    partition: Params | None = None
 
     @property
     def parts(self) -> "Parts":
@@ -95,6 +99,11 @@ class Stages:
         )
         (summed,) = jax.linear_transpose(self.tied, wide)(grads)
         return Params(*summed)
+
+    @property
+    def tied_partition(self) -> Params | None:
+        """The partition of parameters as the parts use them."""
+        return self.partition and self.tied(self.partition)
 
     @property
     def differ(self) -> bool:

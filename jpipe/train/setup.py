@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jpipe
-from jpipe.adapters import NnxPipeline, pipeline_from_nnx
+from jpipe.adapters import FlaxPipeline, pipeline_from_nnx
 from jpipe.data import TokenBatches, Tokens, Validation, load_tokens, validation_windows
 from jpipe.mesh import DATA, STAGE, make_mesh, parse_mesh
 from jpipe.models import GPT, GPTConfig
@@ -49,7 +49,7 @@ class Setup:
     batches: TokenBatches
     validation: Validation
     config: GPTConfig
-    model: NnxPipeline
+    model: FlaxPipeline
     schedule: Schedule
     optimizer: optax.GradientTransformation
     folder: RunFolder

@@ -105,13 +105,6 @@ def linear(rngs, width=4, **settings):
     return nnx.Linear(width, width, rngs=rngs, **settings)
 
 
-def tied(rngs):
-    model = Parts(rngs, [linear(rngs)])
-    model.head = nnx.Linear(3, 4, rngs=rngs)
-    model.head.kernel = model.stem.kernel
-    return model
-
-
 BAD = {
     "missing": (lambda r: nnx.Linear(2, 2, rngs=r), ["stem='stem'", "Linear"]),
     "no blocks": (lambda r: Parts(r, []), ["body='blocks'", "at least one"]),
@@ -125,10 +118,7 @@ BAD = {
         ["blocks[1]", "num_stages"],
     ),
     "outside": (lambda r: Parts(r, [linear(r)], extra=linear(r)), ["extra.", "stem, blocks, head"]),
-    "state": (lambda r: Parts(r, [nnx.BatchNorm(4, rngs=r)]), ["BatchStat", "not supported"]),
     "twice": (lambda r: Parts(r, [linear(r)] * 3), ["blocks[1].", "blocks[0].", "same variable"]),
-    "tied": (lambda r: tied(r), ["head.", "stem.", "same variable"]),
-    "random": (lambda r: Parts(r, [nnx.Dropout(0.5, rngs=r)]), ["Rng", "not supported"]),
 }
 
 
@@ -150,7 +140,7 @@ def test_parameters_of_another_depth_are_refused():
     pipe = gpt_pipeline()
     plain = pipe.to_plain(pipe.init(nnx.Rngs(0)))
     del plain["blocks"][3]
-    with pytest.raises(ValueError, match="3 blocks in 'blocks', the model has 4"):
+    with pytest.raises(ValueError, match=r"lack blocks\.3\..*same model"):
         pipe.from_plain(plain)
 
 

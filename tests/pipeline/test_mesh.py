@@ -31,7 +31,7 @@ from jpipe.mesh import AXES, make_mesh, parse_mesh
     ],
 )
 def test_what_users_may_write(text, stage, data):
-    assert parse_mesh(text) == {"stage": stage, "data": data}
+    assert parse_mesh(text) == {"stage": stage, "data": data, "model": 1}
     assert tuple(parse_mesh(text)) == AXES
 
 
@@ -67,7 +67,9 @@ def test_what_users_may_write(text, stage, data):
     ],
 )
 def test_what_is_no_mesh(text):
-    grammar = "write 4 (stages), 4x2 (stages x data) or stage=4,data=2"
+    grammar = (
+        "write 4 (stages), 4x2 (stages x data), 2x2x2 (stages x data x model) or stage=4,data=2"
+    )
     message = re.escape(f"mesh={text!r} is not understood; {grammar}")
     with pytest.raises(ValueError, match=message):
         parse_mesh(text)
@@ -89,35 +91,40 @@ def test_axis_without_devices(text, axis):
         parse_mesh(text)
 
 
-@pytest.mark.parametrize("text", ["4x2x2", "1x1x1", "stage=4,model=2"])
-def test_model_axis_is_not_supported_yet(text):
-    with pytest.raises(ValueError, match=r"'model' axis, which is not supported yet.*'stage'"):
-        parse_mesh(text)
+@pytest.mark.parametrize("text", ["4x2x3", "stage=4,data=2,model=3", "model=3,stage=4,data=2"])
+def test_three_axes(text):
+    assert parse_mesh(text) == {"stage": 4, "data": 2, "model": 3}
 
 
 def test_neighbouring_stages_get_neighbouring_devices():
     devices = jax.devices()
     mesh = make_mesh(4, 2)
-    assert mesh.axis_names == ("stage", "data")
-    assert dict(mesh.shape) == {"stage": 4, "data": 2}
+    assert mesh.axis_names == ("stage", "data", "model")
+    assert dict(mesh.shape) == {"stage": 4, "data": 2, "model": 1}
     for data in range(2):
-        assert [d.id for d in mesh.devices[:, data]] == [
+        assert [d.id for d in mesh.devices[:, data, 0]] == [
             d.id for d in devices[4 * data : 4 * data + 4]
         ]
 
 
-def test_every_mesh_has_both_axes_of_type_auto():
-    for shape in ((1, 1), (8, 1), (1, 8), (3, 2)):
+def test_devices_that_share_a_layer_are_closest():
+    mesh = make_mesh(2, 2, 2)
+    ids = np.vectorize(lambda d: d.id)(mesh.devices)
+    assert ids.tolist() == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+
+
+def test_every_mesh_has_all_axes_of_type_auto():
+    for shape in ((1, 1, 1), (8, 1, 1), (1, 8, 1), (3, 2, 1), (2, 2, 2)):
         mesh = make_mesh(*shape)
         assert mesh.devices.shape == shape
-        assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
+        assert mesh.axis_types == (AxisType.Auto,) * 3
 
 
 def test_devices_may_be_chosen():
     chosen = jax.devices()[::-1]
     mesh = make_mesh(2, 2, devices=chosen)
     np.testing.assert_array_equal(
-        [[d.id for d in row] for row in mesh.devices],
+        [[d.id for d in row] for row in mesh.devices[..., 0]],
         [[chosen[0].id, chosen[2].id], [chosen[1].id, chosen[3].id]],
     )
 
@@ -128,6 +135,7 @@ def test_devices_may_be_chosen():
         ((16, 1), None, "16 stages x 1 data needs 16 devices, there are 8"),
         ((4, 4), None, "4 stages x 4 data needs 16 devices, there are 8"),
         ((2, 1), 1, "2 stages x 1 data needs 2 devices, there are 1"),
+        ((4, 1, 4), None, "4 stages x 1 data x 4 model needs 16 devices, there are 8"),
     ],
 )
 def test_too_few_devices(shape, devices, message):
