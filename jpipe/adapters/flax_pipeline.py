@@ -161,7 +161,14 @@ class Layout:
         def part(layer: Layer) -> Part:
             return layer.train if train else layer.evaluate
 
-        calls = [part(block) for block in self.blocks]
+        # What is alike runs by one function, stacked or not: linen draws random numbers by the name
+        # of a module, which is no difference otherwise.
+        kinds: list[Layer] = []
+        for block in self.blocks:
+            kinds += [] if any(k.difference(block) is None for k in kinds) else [block]
+        calls = [
+            part(next(k for k in kinds if k.difference(block) is None)) for block in self.blocks
+        ]
         body: Any
         if self.cuts is None:
             body = repeat_block(calls[0], recompute, stateful=True)

@@ -158,13 +158,6 @@ class GPT(nnx.Module):
         return self.head(x_BSD)
 
 
-def next_token_loss(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
-    """Mean cross-entropy in nats per token, a float32 scalar."""
-    logits_BSV = logits_BSV.astype(jnp.float32)
-    target_BS = jnp.take_along_axis(logits_BSV, targets_BS[..., None], axis=-1)[..., 0]
-    return jnp.mean(jax.nn.logsumexp(logits_BSV, axis=-1) - target_BS)
-
-
 def _columns(init: nnx.Initializer) -> nnx.Initializer:
     """A kernel whose outputs are divided over `model`."""
     return nnx.with_partitioning(init, (None, "model"))

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 
 from jpipe.pipeline import stash
 from jpipe.pipeline.control import send, when
+from jpipe.pipeline.divide import divide, divided_examples
 from jpipe.pipeline.keys import microbatch_keys
 from jpipe.pipeline.losses import Loss, LossTerms, add_terms, loss_terms, no_terms
-from jpipe.pipeline.program import Program, auto_examples, body_program
+from jpipe.pipeline.program import Program, body_program
 from jpipe.pipeline.residuals import SplitGradient, split_gradient
 from jpipe.pipeline.rows import Beat, Row, table_rows
 from jpipe.pipeline.stages import Params, Parts, Tree
@@ -98,12 +99,16 @@ class Executor:
         return carry.terms, carry.grads, carry.moving
 
     @functools.cached_property
+    def _rows(self) -> int | None:
+        return divided_examples(self.inputs)
+
+    @functools.cached_property
     def _program(self) -> Program:
         own = self.own.part("stem")
         x, _ = jax.eval_shape(self._run_stem, own.params, self._stem_again(0), (), own.moving)
-        key, rows = microbatch_keys(self.key, 0).body, auto_examples(self.inputs)
+        key = microbatch_keys(self.key, 0).body
         return body_program(
-            self.parts.body, self.axis, self.own.part("body"), self.body_shapes, x, key, rows
+            self.parts.body, self.axis, self.own.part("body"), self.body_shapes, x, key, self._rows
         )
 
     @functools.cached_property
@@ -121,7 +126,9 @@ class Executor:
 
     def _run_stem(self, params: Tree, again: Tree, _: Tree, moving: Tree) -> tuple[Tree, Tree]:
         inputs, constant, key = again
-        return self.parts.stem(params, State(moving, constant).whole(), inputs, key)
+        inputs = divide(inputs, self._rows)
+        x, updates = self.parts.stem(params, State(moving, constant).whole(), inputs, key)
+        return divide(x, self._rows), updates
 
     def _stem_again(self, microbatch: jax.Array | int) -> Tree:
         """What the stem's backward computes the stem again from."""
@@ -136,8 +143,10 @@ class Executor:
     ) -> tuple[LossTerms, Tree]:
         state = State(moving, self.own.constant.head).whole()
         key = microbatch_keys(self.key, microbatch).head
-        outputs, updates = self.parts.head(params, state, self._program.leave(payload), key)
-        return loss_terms(self.loss(outputs, stash.read(self.targets, microbatch))), updates
+        x = divide(self._program.leave(payload), self._rows)
+        outputs, updates = self.parts.head(params, state, x, key)
+        targets = divide(stash.read(self.targets, microbatch), self._rows)
+        return loss_terms(self.loss(outputs, targets)), updates
 
     def _start(self) -> Carry:
         slots = assign_slots(self.schedule).per_stage

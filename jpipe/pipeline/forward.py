@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jpipe.mesh import STAGE
 from jpipe.pipeline import stash
 from jpipe.pipeline.control import send, when
+from jpipe.pipeline.divide import divide, divided_examples
 from jpipe.pipeline.keys import microbatch_keys
-from jpipe.pipeline.program import auto_examples, body_program
+from jpipe.pipeline.program import body_program
 from jpipe.pipeline.rows import Row, table_rows
 from jpipe.pipeline.stages import Parts, Tree
 from jpipe.pipeline.state import Variables
@@ -51,14 +52,17 @@ def run_forward(
     beats, rows = table_rows(schedule, STAGE)
     stage = jax.lax.axis_index(STAGE)
     params, state, _ = own
+    examples = divided_examples(inputs)
 
     def stem(microbatch: jax.Array | int) -> Tree:
         keys = microbatch_keys(key, microbatch)
-        return parts.stem(params.stem, state.stem, stash.read(inputs, microbatch), keys.stem)[0]
+        own = divide(stash.read(inputs, microbatch), examples)
+        return divide(parts.stem(params.stem, state.stem, own, keys.stem)[0], examples)
 
     def head(payload: Tree, microbatch: jax.Array | int) -> Tree:
         keys = microbatch_keys(key, microbatch)
-        return parts.head(params.head, state.head, program.leave(payload), keys.head)[0]
+        x = divide(program.leave(payload), examples)
+        return parts.head(params.head, state.head, x, keys.head)[0]
 
     def body(payload: Tree, microbatch: jax.Array) -> Tree:
         return program.run(own.part("body"), payload, microbatch_keys(key, microbatch).body)
@@ -70,7 +74,7 @@ def run_forward(
         body_shapes,
         jax.eval_shape(stem, 0),
         microbatch_keys(key, 0).body,
-        auto_examples(inputs),
+        examples,
     )
 
     def group(carry: tuple[Tree, T], rows: Row) -> tuple[tuple[Tree, T], None]:

@@ -131,6 +131,8 @@ def pipeline_value_and_grad(
             axis_names=manual,
             check_vma=False,
         )(variables, key, inputs, targets)
+        if partition is not None:
+            (grads,) = lay_out(mesh, grads, specs.params)
         grads = stages.tied_back(grads, stored)
         return (value, grads, State(moving, constant).whole()) if had_state else (value, grads)
 

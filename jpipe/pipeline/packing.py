@@ -4,9 +4,8 @@ All stages run one program, and so hold arrays of the same shapes. Where stages 
 parameters, in what they pass on or in what they keep, each lays its own arrays end to end into
 vectors, one for each dtype, which are as long as the stage that needs most requires.
 
-Where XLA divides the work over a mesh axis, it must not divide these vectors anywhere: taking them
-apart would then move data between devices. They are whole everywhere, except that arrays of one
-microbatch are laid side by side, a row for each example, and the rows divided over `data`.
+Where XLA divides the work over a mesh axis, these vectors are whole everywhere, except that arrays
+of one microbatch are laid side by side, a row for each example, and the rows divided over `data`.
 """
 
 import dataclasses
@@ -16,9 +15,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe.mesh import DATA
+from jpipe.pipeline.divide import in_rows, place
 
 Tree = Any
 Vectors = dict[str, jax.Array]
@@ -94,9 +93,7 @@ class Packing:
         return jax.tree.unflatten(treedef, arrays)
 
     def _in_rows(self, leaf: Any) -> bool:
-        # What has one dim only is more often a statistic of as many features as there are examples.
-        many = len(leaf.shape) > 1 and leaf.shape[0] > 0
-        return bool(self.rows and many and leaf.shape[0] % self.rows == 0)
+        return in_rows(leaf, self.rows)
 
     def _name(self, leaf: Any) -> str:
         return jnp.dtype(leaf.dtype).name + (_ROWS if self._in_rows(leaf) else "")
@@ -114,8 +111,4 @@ class Packing:
 
 def _pin(vector: jax.Array) -> jax.Array:
     """Divide rows over `data`, and nothing else, where XLA divides the work."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.auto_axes:
-        return vector
-    rows = DATA if vector.ndim > 1 and DATA in mesh.auto_axes else None
-    return jax.lax.with_sharding_constraint(vector, NamedSharding(mesh, PartitionSpec(rows)))
+    return place(vector, DATA if vector.ndim > 1 else None)

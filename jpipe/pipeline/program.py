@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jpipe.mesh import DATA
+from jpipe.pipeline.divide import divide
 from jpipe.pipeline.keys import block_keys
 from jpipe.pipeline.packing import Packing
 from jpipe.pipeline.per_stage import PerStage
@@ -72,7 +72,9 @@ def body_program(
         state = State(moving, constant).whole()
         count = num_blocks(params, state)
         first = jax.lax.axis_index(axis) * count
-        return body(params, state, x, block_keys(key, first, count))
+        keys = block_keys(key, first, count)
+        y, updates = body(params, state, divide(x, rows), keys)
+        return divide(y, rows), updates
 
     return Program(
         payload=x,
@@ -81,16 +83,6 @@ def body_program(
         run=lambda own, x, key: run(own.params, (own.constant, key), x, own.moving)[0],
         split=lambda: split_gradient(run, own.params, (own.constant, key), x, own.moving),
     )
-
-
-def auto_examples(batch: Tree) -> int | None:
-    """How many examples of a microbatch XLA divides over `data`; None where it does not.
-
-    Args:
-        batch: pytree of `[M, microbatch, ...]` arrays.
-    """
-    divided = DATA in jax.sharding.get_abstract_mesh().auto_axes
-    return int(jax.tree.leaves(batch)[0].shape[1]) if divided else None
 
 
 def boundaries(body: PerStage[Part], shapes: Variables, x: Tree, key: Key) -> list[Tree]:
@@ -116,7 +108,8 @@ def _uneven(
     def function(s: int) -> Any:
         def run(params: Tree, again: tuple[Tree, Key], x: Tree, moving: Tree) -> Any:
             constant, key = again
-            return body[s](params, State(moving, constant).whole(), x, key)
+            y, updates = body[s](params, State(moving, constant).whole(), divide(x, rows), key)
+            return divide(y, rows), updates
 
         return run
 

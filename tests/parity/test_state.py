@@ -63,13 +63,13 @@ def test_equals_one_device(schedule, num_stages, num_microbatches):
 @pytest.mark.parametrize("num_stages", [1, 3, 4])
 def test_stages_that_differ(schedule, num_stages):
     """Seven blocks: random numbers and state do not depend on how they are cut."""
-    carried = models.carrying(7, 5, stages=num_stages)
+    carried = models.carrying(7, 5, stages=num_stages, size=16)
     problem, state, key = carried
     loss, grads, state = pipelined(carried, schedule, num_stages)
     run = reference_value_and_grad(problem.stages, problem.loss)
     expected = run(problem.params, problem.inputs, problem.targets, carried.state, key)
     assert_equals_one_device((loss, grads, state), expected)
-    stacked_loss, stacked_grads, stacked_state = reference(7, 5)
+    stacked_loss, stacked_grads, stacked_state = reference(7, 5, size=16)
     assert_same((loss, stacked(grads)), (stacked_loss, stacked_grads), 2e-6)
     assert_same((loss, stacked(state)), (stacked_loss, stacked_state))
 
