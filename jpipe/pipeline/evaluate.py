@@ -4,10 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.mesh import STAGE, has_explicit_axes
 from jpipe.pipeline import checks, stash
+from jpipe.pipeline.examples import check_examples, counted, from_microbatches, to_microbatches
 from jpipe.pipeline.forward import run_forward
 from jpipe.pipeline.layout import (
     batch_spec,
@@ -24,7 +26,12 @@ from jpipe.pipeline.state import Variables
 
 
 def pipeline_evaluate(
-    stages: Stages, loss: Loss, mesh: Mesh, *, has_aux: bool = False
+    stages: Stages,
+    loss: Loss,
+    mesh: Mesh,
+    *,
+    has_aux: bool = False,
+    microbatch_size: int | None = None,
 ) -> jax.stages.Wrapped:
     """The mean loss, by a pipeline without backwards.
 
@@ -33,6 +40,9 @@ def pipeline_evaluate(
         loss: `(outputs, targets) -> scalar`, the mean loss of a microbatch, or `-> LossTerms`.
         mesh: has the axis `stage`, and may have `data`.
         has_aux: whether to return `LossTerms.aux` as well.
+        microbatch_size: to take any number of examples: inputs and targets are then `[N, ...]`, cut
+            into microbatches of this size, and the last one is filled with examples that do not
+            count. The loss is then asked for each example on its own.
 
     Returns:
         A jitted `(params, inputs, targets, state=None, key=None) -> loss`, or `-> (loss, aux)` with
@@ -52,16 +62,22 @@ def pipeline_evaluate(
         state: Params | None = None,
         key: jax.Array | None = None,
     ) -> Any:
+        own_loss = loss
+        if microbatch_size is not None:
+            count = check_examples(microbatch_size, inputs=inputs, targets=targets)
+            inputs, targets = to_microbatches((inputs, targets), microbatch_size)
+            places = jnp.arange(count + -count % microbatch_size).reshape(-1, microbatch_size)
+            targets, own_loss = (targets, places < count), counted(loss)
         checks.check_batch(mesh, inputs=inputs, targets=targets)
         run = _Forward(stages, mesh, params, state, inputs, key)
-        checks.check_loss(loss, run.outputs, targets, has_aux=has_aux)
+        checks.check_loss(own_loss, run.outputs, targets, has_aux=has_aux)
         _, targets = lay_out(mesh, (), (), targets)
 
         def on_stage(
             variables: Variables, key: jax.Array | None, inputs: Tree, targets: Tree
         ) -> Any:
             def terms_of(outputs: Tree, i: jax.Array | int) -> LossTerms:
-                return loss_terms(loss(outputs, stash.read(targets, i)))
+                return loss_terms(own_loss(outputs, stash.read(targets, i)))
 
             def add(terms: LossTerms, outputs: Tree, i: jax.Array) -> LossTerms:
                 return add_terms(terms, terms_of(outputs, i))
@@ -78,12 +94,15 @@ def pipeline_evaluate(
     return jax.jit(evaluate)
 
 
-def pipeline_predict(stages: Stages, mesh: Mesh) -> jax.stages.Wrapped:
+def pipeline_predict(
+    stages: Stages, mesh: Mesh, *, microbatch_size: int | None = None
+) -> jax.stages.Wrapped:
     """The model's outputs, by a pipeline without backwards.
 
     Args:
         stages: the model.
         mesh: has the axis `stage`, and may have `data`.
+        microbatch_size: to take any number of examples: inputs and outputs are then `[N, ...]`.
 
     Returns:
         A jitted `(params, inputs, state=None, key=None) -> outputs`; inputs are a pytree of
@@ -99,6 +118,9 @@ def pipeline_predict(stages: Stages, mesh: Mesh) -> jax.stages.Wrapped:
     def predict(
         params: Params, inputs: Tree, state: Params | None = None, key: jax.Array | None = None
     ) -> Tree:
+        if microbatch_size is not None:
+            count = check_examples(microbatch_size, inputs=inputs)
+            inputs = to_microbatches(inputs, microbatch_size)
         num_microbatches = checks.check_batch(mesh, inputs=inputs)
         run = _Forward(stages, mesh, params, state, inputs, key)
         checks.check_outputs(run.outputs)
@@ -119,7 +141,8 @@ def pipeline_predict(stages: Stages, mesh: Mesh) -> jax.stages.Wrapped:
         if has_explicit_axes(mesh):  # which cannot index a dim that is sharded
             whole = NamedSharding(mesh, PartitionSpec(None, *batch_spec(mesh)))
             by_stage = jax.tree.map(lambda a: jax.reshard(a, whole), by_stage)
-        return jax.tree.map(lambda a: a[-1], by_stage)  # the last stage has the outputs
+        outputs = jax.tree.map(lambda a: a[-1], by_stage)  # the last stage has them
+        return outputs if microbatch_size is None else from_microbatches(outputs, count)
 
     return jax.jit(predict)
 
