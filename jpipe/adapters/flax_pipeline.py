@@ -12,13 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from jpipe.adapters.layer import Layer, Path, flat, nested
 from jpipe.adapters.split import balanced_split, check_split_points, flops
 from jpipe.pipeline import Params, PerStage, Recompute, Stages, repeat_block
 from jpipe.pipeline.stages import Part
+from jpipe.processes import to_host
 
 Tree = Any
 
@@ -57,7 +57,7 @@ class FlaxPipeline:
         kinds = [params] if state is None else [params, state]
         found: dict[Path, Any] = {}
         for kind in kinds:
-            found |= self._layout.collect(jax.tree.map(np.asarray, Params(*kind)))
+            found |= self._layout.collect(to_host(Params(*kind)))
         return nested(found)
 
     def from_plain(self, plain: Any) -> Any:

@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Imported here because it takes seconds, during which Ctrl-C should end the command, too.
         from rich.console import Console
 
+        from jpipe.processes import is_main
         from jpipe.train.cache import enable_compilation_cache
         from jpipe.train.options import parse_options
         from jpipe.train.run import Run
@@ -33,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         enable_compilation_cache()
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a picture must not end a run
-        return Run(setup, Console(markup=False, highlight=False)).execute()
+        console = Console(markup=False, highlight=False, quiet=not is_main())
+        return Run(setup, console).execute()
     except OSError as error:
         print(f"error: {error}; the run folder keeps what came before", file=sys.stderr)
         return FAILED

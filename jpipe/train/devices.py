@@ -1,11 +1,15 @@
 """Which devices a run uses: accelerators if there are enough, else simulated ones."""
 
+import math
 import os
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 
 from jpipe.mesh import simulate_devices
+from jpipe.processes import connect
+from jpipe.train.options import TrainOptions
 
 
 class Devices(NamedTuple):
@@ -20,19 +24,29 @@ class Devices(NamedTuple):
     description: str
 
 
-def choose_devices(count: int, platform: str) -> Devices:
-    """Find devices, before anything else touches JAX's backends.
+def choose_devices(axes: Mapping[str, int], options: TrainOptions) -> Devices:
+    """Find devices, and other processes, before anything else touches JAX's backends.
 
     Args:
-        count: how many.
-        platform: `auto`, `cpu`, `gpu` or `tpu`.
+        axes: sizes of the mesh.
+        options: of the run.
 
     Raises:
-        ValueError: if there are fewer than asked for.
+        ValueError: if there are fewer than asked for, or the processes cannot be joined.
     """
-    simulate_devices(count)
+    count, platform = math.prod(axes.values()), options.platform
+    processes = options.num_processes or 1
+    if count % processes:
+        raise ValueError(
+            f"--mesh {options.mesh}: {count} devices do not divide over --num-processes "
+            f"{processes}; use a mesh of {processes} times as many as each process has"
+        )
+    simulate_devices(count // processes)
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
+    by_hand = (options.coordinator, options.num_processes, options.process_id)
+    if options.distributed or any(value is not None for value in by_hand):
+        connect(*by_hand)
     found = _devices_of("cpu" if platform == "cpu" else None if platform == "auto" else platform)
     kind = found[0].platform if found else platform
     if kind != "cpu" and len(found) >= count:
@@ -48,13 +62,15 @@ def choose_devices(count: int, platform: str) -> Devices:
             f"the mesh needs {count} devices, the CPU backend shows {len(simulated)}; "
             + _why_so_few(count)
         )
-    jax.config.update("jax_default_device", simulated[0])
+    if jax.process_count() == 1:
+        jax.config.update("jax_default_device", simulated[0])
     have = f"; there is only {len(found)} x {found[0].device_kind}" if kind != "cpu" else ""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return Devices(
         simulated[:count],
         f"{count} {'device' if count == 1 else 'devices'} simulated on the CPU, "
-        f"which has {cores} cores{have}",
+        f"which has {cores} cores{have}"
+        + (f", in {jax.process_count()} processes" if jax.process_count() > 1 else ""),
     )
 
 

@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any, get_args
 
 from jpipe.cli import Parser, number, whole_number
 from jpipe.pipeline import Recompute
@@ -15,13 +15,15 @@ class TrainOptions:
     """Everything a run depends on, with the command's defaults.
 
     Attributes:
-        mesh: devices as stages x data, such as `4` or `4x2`.
+        mesh: devices as stages x data x model, such as `4`, `4x2` or `2x2x2`.
         model: which model.
-        layers: number of blocks.
-        width: features per token.
+        layers: number of blocks of a GPT.
+        width: features per token of a GPT; channels of the first blocks of a ResNet.
         heads: attention heads.
         context: tokens an example predicts.
-        data: text or token files; none for English text that ships inside Python.
+        tied: whether the head of a GPT projects by the matrix of its embedding.
+        data: for a GPT text or token files; none for English text that ships inside Python. For a
+            ResNet one file of images; none for handwritten digits.
         vocab_size: size of the vocabulary; 256 for text.
         steps: optimizer updates.
         batch_size: examples of a step, over all devices.
@@ -34,6 +36,10 @@ class TrainOptions:
         out: run folder; None for a new one below `runs/`.
         platform: `auto`, `cpu`, `gpu` or `tpu`.
         dry_run: compile, report and stop.
+        distributed: whether to join other processes that JAX finds by itself.
+        coordinator: `host:port` of process 0, to join others without JAX finding them.
+        num_processes: how many processes there are.
+        process_id: which of them this is.
     """
 
     mesh: str = "4"
@@ -42,6 +48,7 @@ class TrainOptions:
     width: int = 128
     heads: int = 4
     context: int = 128
+    tied: bool = False
     data: tuple[str, ...] = ()
     vocab_size: int | None = None
     steps: int = 600
@@ -55,6 +62,16 @@ class TrainOptions:
     out: str | None = None
     platform: str = "auto"
     dry_run: bool = False
+    distributed: bool = False
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+
+
+RESNETS = {"resnet18": 18, "resnet34": 34, "resnet50": 50, "resnet101": 101, "resnet152": 152}
+"""Models that learn images, and their number of layers."""
+
+_IMAGE_DEFAULTS = {"width": 64, "steps": 100, "batch_size": 64, "eval_every": 20}
 
 
 def parse_options(argv: Sequence[str] | None = None) -> TrainOptions:
@@ -66,7 +83,7 @@ def parse_options(argv: Sequence[str] | None = None) -> TrainOptions:
     Raises:
         ValueError: if an argument is unknown, missing its value, or out of range.
     """
-    default = TrainOptions()
+    default = TrainOptions(**_own_defaults(argv))
     parser = Parser(
         prog="python -m jpipe.train",
         description="Train a model by pipeline parallelism.",
@@ -79,16 +96,22 @@ def parse_options(argv: Sequence[str] | None = None) -> TrainOptions:
         field = name.removeprefix("--").replace("-", "_")
         parser.add_argument(name, help=meaning, default=getattr(default, field), **settings)  # type: ignore[arg-type]
 
-    add("--mesh", "devices: 4 (stages), 4x2 (stages x data), stage=4,data=2", metavar="MESH")
-    add("--model", "which model to train", choices=["gpt"])
-    add("--layers", "blocks of the model; a multiple of the stages", type=positive, metavar="N")
-    add("--width", "features per token", type=positive, metavar="N")
-    add("--heads", "attention heads", type=positive, metavar="N")
+    add(
+        "--mesh",
+        "devices: 4 (stages), 4x2 (stages x data), 2x2x2 (stages x data x model), stage=4,data=2",
+        metavar="MESH",
+    )
+    add("--model", "which model to train", choices=["gpt", *RESNETS])
+    add("--layers", "blocks of a GPT", type=positive, metavar="N")
+    add("--width", "features per token, or channels at first", type=positive, metavar="N")
+    add("--heads", "attention heads of a GPT", type=positive, metavar="N")
     add("--context", "tokens an example predicts", type=positive, metavar="N")
+    add("--tied", "project by the matrix of the embedding", action="store_true")
     add(
         "--data",
-        "text files, read as bytes, or token files (.npy, .bin); "
-        "none for English text that ships inside Python",
+        "text files, read as bytes, or token files (.npy, .bin); none for English text that ships "
+        "inside Python. For a ResNet an .npz file with images and labels; none for handwritten "
+        "digits",
         nargs="+",
         metavar="FILE",
     )
@@ -113,5 +136,20 @@ def parse_options(argv: Sequence[str] | None = None) -> TrainOptions:
     add("--out", "run folder; none for a new one below runs/", metavar="FOLDER")
     add("--platform", "devices to use", choices=["auto", "cpu", "gpu", "tpu"])
     add("--dry-run", "compile, report memory and schedule, stop", action="store_true")
+    add("--distributed", "join other processes, on SLURM and the like", action="store_true")
+    add("--coordinator", "join them by hand: address of process 0", metavar="HOST:PORT")
+    add("--num-processes", "how many processes there are", type=positive, metavar="N")
+    add("--process-id", "which of them this is, from 0", type=whole_number(0), metavar="N")
     values = vars(parser.parse_args(argv))
     return TrainOptions(**{**values, "data": tuple(values["data"])})
+
+
+def _own_defaults(argv: Sequence[str] | None) -> dict[str, Any]:
+    """Defaults of the model that the command line names."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    first.add_argument("--model")
+    try:
+        model = first.parse_known_args(argv)[0].model
+    except argparse.ArgumentError:  # said by the real parser
+        return {}
+    return dict(_IMAGE_DEFAULTS) if model in RESNETS else {}

@@ -3,17 +3,22 @@
 import io
 from collections.abc import Mapping
 
+from jpipe.train.task import Yardstick
+
 
 def draw_losses(
-    losses: Mapping[int, float], validation: Mapping[int, float], yardstick: float, unit: str
+    losses: Mapping[int, float],
+    validation: Mapping[int, float],
+    yardstick: Yardstick,
+    unit: str,
 ) -> bytes:
     """Draw the losses by step.
 
     Args:
         losses: training loss by step, in nats.
         validation: validation loss by step, in nats.
-        yardstick: validation loss of the bigram model, in nats.
-        unit: what the loss is per, `byte` or `token`.
+        yardstick: what to compare with.
+        unit: what the loss is per, such as `byte`.
 
     Returns:
         A PNG.
@@ -27,7 +32,11 @@ def draw_losses(
     axes.plot(*_columns(losses), color="#4878b0", linewidth=0.8, alpha=0.7, label="training")
     axes.plot(*_columns(validation), "o-", color="#d1741c", markersize=4, label="validation")
     axes.axhline(
-        yardstick, color="0.4", linewidth=1, linestyle="--", label="bigram model, validation"
+        yardstick.loss,
+        color="0.4",
+        linewidth=1,
+        linestyle="--",
+        label=f"{yardstick.name}, validation",
     )
     axes.set_xlabel("step")
     axes.set_ylabel(f"loss (nats per {unit})")

@@ -9,33 +9,38 @@ from rich.table import Table
 
 import jpipe
 from jpipe.memory import Memory, format_bytes
-from jpipe.mesh import DATA, STAGE
+from jpipe.mesh import STAGE, describe_mesh
 from jpipe.schedule import CostModel, draw_text, simulate_schedule
 from jpipe.train.setup import Setup
+from jpipe.train.task import describe_split
 
 
-def print_header(console: Console, setup: Setup, memory: Memory, memory_alone: Memory) -> None:
+def print_header(
+    console: Console, setup: Setup, memory: Memory, memory_alone: Memory | None
+) -> None:
     """Print what the run is, what it needs, and its schedule.
 
     Args:
         console: where to.
         setup: the run.
         memory: bytes per device of the pipeline's step.
-        memory_alone: bytes of the same step on one device.
+        memory_alone: bytes of the same step on one device, if known.
     """
-    options, config = setup.options, setup.config
-    size = options.batch_size // options.microbatches
+    options, task = setup.options, setup.task
+    facts_of_task = task.facts()
+    num_stages = setup.mesh.shape[STAGE]
+    items = options.batch_size * task.items_per_example
     bubble = simulate_schedule(setup.schedule, CostModel()).bubble
     facts = {
         "jpipe": f"{jpipe.__version__}, JAX {jax.__version__}",
         "model": f"{options.model}: {setup.num_params / 1e6:.2f} million parameters, "
-        f"{config.layers} layers, width {config.width}, {config.heads} heads, "
-        f"context {config.context}, vocabulary {config.vocab_size}",
-        "data": setup.tokens.description,
+        + facts_of_task["model"],
+        "data": facts_of_task["data"],
         "devices": setup.devices.description,
-        "mesh": f"{setup.mesh.shape[STAGE]} stages x {setup.mesh.shape[DATA]} data",
-        "batch": f"{options.batch_size} examples = {options.microbatches} microbatches of {size}; "
-        f"{options.batch_size * options.context:,} tokens a step, {options.steps} steps",
+        "mesh": describe_mesh(setup.mesh.shape.values()),
+        "stages": describe_split(task.model, num_stages),
+        "batch": f"{options.batch_size} examples = {options.microbatches} microbatches of "
+        f"{setup.microbatch_size}; {items:,} {task.item}s a step, {options.steps} steps",
         "schedule": f"{options.schedule}: bubble {bubble:.1%} of the time, if a backward takes "
         f"two forwards; recompute {options.recompute}",
         "memory": describe_memory(memory, memory_alone),
@@ -53,7 +58,7 @@ def print_header(console: Console, setup: Setup, memory: Memory, memory_alone: M
     console.print()
 
 
-def describe_memory(pipelined: Memory, alone: Memory) -> str:
+def describe_memory(pipelined: Memory, alone: Memory | None) -> str:
     """Bytes per device of the pipeline, beside the one device that would do it alone."""
 
     def parts(memory: Memory) -> str:
@@ -62,7 +67,8 @@ def describe_memory(pipelined: Memory, alone: Memory) -> str:
             f"{format_bytes(memory.temporary)} temporary)"
         )
 
-    return f"{parts(pipelined)} a device; one device alone {parts(alone)}"
+    beside = "" if alone is None else f"; one device alone {parts(alone)}"
+    return f"{parts(pipelined)} a device{beside}"
 
 
 def describe_loss(nats: float, unit: str) -> str:

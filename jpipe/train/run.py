@@ -7,20 +7,17 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from flax import serialization
 from rich.console import Console
 
 from jpipe.cli import FAILED, INTERRUPTED
-from jpipe.data import bigram_loss
 from jpipe.memory import Memory, memory_of
-from jpipe.models import next_token_loss
 from jpipe.pipeline import batch_sharding, pipeline_evaluate
+from jpipe.processes import is_main, place_batch
 from jpipe.schedule import save_figure
 from jpipe.train.interrupt import Interrupt
 from jpipe.train.plot import draw_losses
 from jpipe.train.report import describe_loss, make_progress, print_header
-from jpipe.train.sample import sample_tokens
 from jpipe.train.setup import Setup
 from jpipe.train_step import (
     TrainState,
@@ -29,10 +26,6 @@ from jpipe.train_step import (
     make_reference_step,
     make_train_step,
 )
-
-_PROMPT = 64
-_SAMPLE = 256
-_SAMPLE_TOKENS = 2**17  # seen in all, for each token sampled the model sees a whole context
 
 
 class NotFiniteError(ArithmeticError):
@@ -45,7 +38,7 @@ class Programs(NamedTuple):
     step: Any
     evaluate: Any
     memory: Memory
-    memory_alone: Memory
+    memory_alone: Memory | None
     seconds: float
 
 
@@ -62,9 +55,7 @@ class Run:
         self.console = console
         self.losses: dict[int, float] = {}
         self.validation: dict[int, float] = {}
-        self.yardstick = bigram_loss(
-            setup.tokens.train, setup.validation.windows, setup.tokens.vocab_size
-        )
+        self.yardstick = setup.task.yardstick()
 
     def execute(self) -> int:
         """Run to the end, to an interrupt or to a loss that is not finite.
@@ -73,14 +64,20 @@ class Run:
             The exit status.
         """
         setup, started = self.setup, time.perf_counter()
-        save_figure(setup.schedule, setup.folder.path / "schedule.png")
+        if is_main():
+            save_figure(setup.schedule, setup.folder.path / "schedule.png")
         with Interrupt() as interrupt, contextlib.closing(setup.folder):
             programs = self._compile()
             print_header(self.console, setup, programs.memory, programs.memory_alone)
             self._say(f"compiled in {programs.seconds:.1f} s")
             if setup.options.dry_run:
                 return INTERRUPTED if interrupt.requested else 0
-            state = init_train_state(setup.init, setup.optimizer, setup.mesh)
+            state = init_train_state(
+                setup.task.init,
+                setup.optimizer,
+                setup.mesh,
+                partition=setup.task.model.stages.partition,
+            )
             try:
                 state = self._train(state, programs, interrupt)
                 self._finish(state, programs, interrupt, started)
@@ -91,53 +88,64 @@ class Run:
         return INTERRUPTED if interrupt.requested else 0
 
     def _compile(self) -> Programs:
-        setup, stages = self.setup, self.setup.model.stages
-        started = time.perf_counter()
+        setup, task = self.setup, self.setup.task
+        stages, started = task.model.stages, time.perf_counter()
 
-        def arrays(shape: tuple[int, ...], sharding: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+        def batch(num_microbatches: int, sharding: Any) -> list[jax.ShapeDtypeStruct]:
+            return [
+                jax.ShapeDtypeStruct((num_microbatches, *a.shape), a.dtype, sharding=sharding)
+                for a in (task.inputs, task.targets)
+            ]
 
         sharding = batch_sharding(setup.mesh)
-        windows = setup.validation.windows.inputs.shape
-        step_shape = (setup.options.microbatches, *windows[1:])
+        num_validation = task.validation[0].shape[0]
         with self._status("compiling the training step"):
-            step = make_train_step(
-                stages, next_token_loss, setup.optimizer, setup.mesh, setup.schedule
+            step = make_train_step(stages, task.loss, setup.optimizer, setup.mesh, setup.schedule)
+            state = abstract_train_state(
+                task.init, setup.optimizer, setup.mesh, partition=stages.partition
             )
-            state = abstract_train_state(setup.init, setup.optimizer, setup.mesh)
-            batch = arrays(step_shape, sharding)
-            compiled_step = step.lower(state, batch, batch).compile()
+            of_step = batch(setup.options.microbatches, sharding)
+            compiled_step = step.lower(state, *of_step).compile()
         with self._status("compiling the evaluation"):
-            evaluate = pipeline_evaluate(stages, next_token_loss, setup.mesh)
-            batch = arrays(windows, sharding)
-            compiled_evaluate = evaluate.lower(state.params, batch, batch).compile()
-        with self._status("compiling for one device, to compare memory"):
-            alone = make_reference_step(stages, next_token_loss, setup.optimizer)
-            batch = arrays(step_shape, None)
-            state = abstract_train_state(setup.init, setup.optimizer)
-            compiled_alone = alone.lower(state, batch, batch).compile()
+            evaluate = pipeline_evaluate(
+                task.model.eval_stages, task.loss, setup.mesh, has_aux=True
+            )
+            of_validation = batch(num_validation, sharding)
+            compiled_evaluate = evaluate.lower(
+                state.params, *of_validation, state.model_state
+            ).compile()
         return Programs(
             step=compiled_step,
             evaluate=compiled_evaluate,
             memory=memory_of(compiled_step),
-            memory_alone=memory_of(compiled_alone),
+            memory_alone=self._memory_alone(batch(setup.options.microbatches, None)),
             seconds=time.perf_counter() - started,
         )
 
+    def _memory_alone(self, batch: list[jax.ShapeDtypeStruct]) -> Memory | None:
+        """Of the same step on one device; not asked for where stages differ: it takes too long."""
+        task, optimizer = self.setup.task, self.setup.optimizer
+        if task.model.split_points is not None:
+            return None
+        with self._status("compiling for one device, to compare memory"):
+            alone = make_reference_step(task.model.stages, task.loss, optimizer)
+            state = abstract_train_state(task.init, optimizer)
+            return memory_of(alone.lower(state, *batch).compile())
+
     def _train(self, state: TrainState, programs: Programs, interrupt: Interrupt) -> TrainState:
         setup, options = self.setup, self.setup.options
-        sharding = batch_sharding(setup.mesh)
-        tokens = options.batch_size * options.context
+        items = options.batch_size * setup.task.items_per_example
+        rate_name = f"{'token' if setup.task.item == 'byte' else setup.task.item}s_per_s"
         with make_progress(self.console) as progress:
             task = progress.add_task("", total=options.steps, status="")
             for step in range(1, options.steps + 1):
                 if interrupt.requested:
                     break
                 started = time.perf_counter()
-                batch = jax.device_put(setup.batches.next_step(options.microbatches), sharding)
+                batch = place_batch(setup.mesh, setup.task.next_step(), setup.microbatch_size)
                 state, metrics = programs.step(state, *batch)
                 loss, grad_norm = float(metrics.loss), float(metrics.grad_norm)
-                rate = tokens / (time.perf_counter() - started)
+                rate = items / (time.perf_counter() - started)
                 if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                     raise NotFiniteError(
                         f"step {step}: the loss is {loss}, the gradient norm {grad_norm}; "
@@ -149,7 +157,7 @@ class Run:
                     "step": step,
                     "loss": loss,
                     "grad_norm": grad_norm,
-                    "tokens_per_s": rate,
+                    rate_name: rate,
                 }
                 if options.eval_every and step % options.eval_every == 0 and step < options.steps:
                     try:
@@ -161,22 +169,31 @@ class Run:
                 progress.update(
                     task,
                     completed=step,
-                    status=f"loss {loss:.3f} nats, norm {grad_norm:.2f}, {rate:,.0f} tokens/s",
+                    status=f"loss {loss:.3f} nats, norm {grad_norm:.2f}, "
+                    f"{rate:,.0f} {setup.task.item}s/s",
                 )
         return state
 
     def _evaluate(self, step: int, state: TrainState, programs: Programs) -> float:
-        batch = jax.device_put(self.setup.validation.windows, batch_sharding(self.setup.mesh))
-        loss = float(programs.evaluate(state.params, *batch))
+        setup = self.setup
+        rows = slice(setup.rows.start, setup.rows.stop)
+        own = tuple(a[:, rows] for a in setup.task.validation)
+        batch = place_batch(setup.mesh, own, setup.microbatch_size)
+        value, aux = programs.evaluate(state.params, *batch, state.model_state)
+        loss = float(value)
         if not math.isfinite(loss):
             raise NotFiniteError(
                 f"step {step}: after its update the validation loss is {loss}; a lower "
-                f"--learning-rate than {self.setup.options.learning_rate} may help. "
-                f"{self.setup.folder.path} keeps what came before"
+                f"--learning-rate than {setup.options.learning_rate} may help. "
+                f"{setup.folder.path} keeps what came before"
             )
         self.validation[step] = loss
         training = f"training {self.losses[step]:.3f} nats, " if step in self.losses else ""
-        self._say(f"step {step}: {training}validation {describe_loss(loss, self.setup.unit)}")
+        right = ""
+        if "right" in aux:
+            count = setup.task.validation[1].size
+            right = f", {int(aux['right'])} of {count} right"
+        self._say(f"step {step}: {training}validation {self._describe(loss)}{right}")
         return loss
 
     def _finish(
@@ -188,7 +205,7 @@ class Run:
         if interrupt.requested:
             self._say(f"interrupted after step {last}; writing everything")
         final = self._evaluate(last, state, programs)
-        params = setup.model.to_plain(state.params)
+        params = setup.task.model.to_plain(state.params, state.model_state)
         folder.write("params.msgpack", serialization.msgpack_serialize(params))
         self._draw()
         folder.write_json(
@@ -196,52 +213,43 @@ class Run:
             {
                 "steps": last,
                 "validation_loss": final,
-                "bigram_validation_loss": self.yardstick,
-                "unit": f"nats per {setup.unit}",
+                f"{self.yardstick.name.split()[0]}_validation_loss": self.yardstick.loss,
+                "unit": f"nats per {setup.task.item}",
                 "bytes_per_device": programs.memory.total,
-                "bytes_on_one_device": programs.memory_alone.total,
+                "bytes_on_one_device": programs.memory_alone and programs.memory_alone.total,
                 "compile_seconds": programs.seconds,
                 "seconds": time.perf_counter() - started,
             },
         )
         self._say(
-            "bigram model fitted on the same training text: validation "
-            f"{describe_loss(self.yardstick, setup.unit)}"
+            f"{self.yardstick.name} fitted on the same training data: validation "
+            f"{self._describe(self.yardstick.loss)}"
         )
         if not interrupt.requested:
-            self._show_sample(state)
+            self._show(state)
+        files = (
+            sorted(p.name for p in folder.path.iterdir() if p.name[0] != ".") if is_main() else []
+        )
         self._say(
-            f"\nwrote {folder.path}/ in {time.perf_counter() - started:.0f} s: "
-            + ", ".join(sorted(p.name for p in folder.path.iterdir() if p.name[0] != "."))
+            f"\nwrote {folder.path}/ in {time.perf_counter() - started:.0f} s: " + ", ".join(files)
         )
 
-    def _show_sample(self, state: TrainState) -> None:
-        setup, context = self.setup, self.setup.options.context
-        length = max(1, min(_SAMPLE, _SAMPLE_TOKENS // context))
-        prompt = setup.validation.windows.inputs[0, 0, : min(_PROMPT, context)]
+    def _show(self, state: TrainState) -> None:
         with self._status("sampling"):
-            added = sample_tokens(
-                setup.model.stages,
-                setup.mesh,
-                state.params,
-                prompt,
-                context=context,
-                length=length,
-                seed=setup.options.seed,
-            )
-        if setup.tokens.is_bytes:
-            before, after = (
-                bytes(t.astype(np.uint8)).decode("utf-8", "replace") for t in (prompt, added)
-            )
-        else:
-            before, after = (" ".join(map(str, t)) + " " for t in (prompt, added))
-        self._say(f"\na sample: {length} {setup.unit}s after a prompt from the validation text")
+            shown = self.setup.task.show(self.setup.mesh, state.params)
+        if shown is None:
+            return
+        title, before, after = shown
+        self._say(f"\n{title}")
         self.console.print(_printable(before), style="dim", end="", soft_wrap=True)
         self.console.print(_printable(after), soft_wrap=True)
-        setup.folder.write("sample.txt", (before + after).encode())
+        self.setup.folder.write("sample.txt", (before + after).encode())
+
+    def _describe(self, loss: float) -> str:
+        return describe_loss(loss, self.setup.task.item)
 
     def _draw(self) -> None:
-        picture = draw_losses(self.losses, self.validation, self.yardstick, self.setup.unit)
+        picture = draw_losses(self.losses, self.validation, self.yardstick, self.setup.task.item)
         self.setup.folder.write("loss.png", picture)
 
     def _say(self, text: str) -> None:

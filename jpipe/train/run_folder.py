@@ -23,13 +23,20 @@ class RunFolder:
         path: the folder; None for a new one below `runs/`.
         name: what a new folder's name begins with.
         config: content of config.json, which is written at once.
+        writable: False in processes that leave writing to another; they make no folder.
 
     Raises:
         ValueError: if it cannot be written, or holds the metrics of another run.
     """
 
-    def __init__(self, path: str | None, name: str, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: str | None, name: str, config: Mapping[str, Any], *, writable: bool = True
+    ) -> None:
         self._metrics: FileIO | None = None
+        self._writable = writable
+        if not writable:
+            self.path = Path(path or "runs")
+            return
         self.path = (
             Path(path).expanduser()
             if path
@@ -49,7 +56,8 @@ class RunFolder:
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file as a whole: it is there with all its content, or as it was before."""
-        write_atomically(self.path / name, content)
+        if self._writable:
+            write_atomically(self.path / name, content)
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a JSON file as a whole."""
@@ -57,6 +65,8 @@ class RunFolder:
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Add one line to metrics.jsonl; it has left the process when this returns."""
+        if not self._writable:
+            return
         if self._metrics is None:
             self._metrics = (self.path / _METRICS).open("xb", buffering=0)
         before = self._metrics.tell()

@@ -7,21 +7,20 @@ from typing import Any
 
 import jax
 import optax
-from flax import nnx
 from jax.sharding import Mesh
 
 import jpipe
-from jpipe.adapters import FlaxPipeline, pipeline_from_nnx
-from jpipe.data import TokenBatches, Tokens, Validation, load_tokens, validation_windows
-from jpipe.mesh import DATA, STAGE, make_mesh, parse_mesh
-from jpipe.models import GPT, GPTConfig
+from jpipe.mesh import DATA, MODEL, STAGE, make_mesh, parse_mesh
 from jpipe.pipeline import Params
-from jpipe.pipeline.checks import check_blocks
+from jpipe.processes import introduce, is_main, own_rows
 from jpipe.schedule import Schedule, check_schedule, make_schedule
 from jpipe.train.devices import Devices, choose_devices
+from jpipe.train.language import LanguageTask
 from jpipe.train.optimizer import make_optimizer
-from jpipe.train.options import TrainOptions
+from jpipe.train.options import RESNETS, TrainOptions
 from jpipe.train.run_folder import RunFolder
+from jpipe.train.task import Task
+from jpipe.train.vision import VisionTask
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,11 +31,9 @@ class Setup:
         options: what the user asked for.
         devices: the devices.
         mesh: the mesh over them.
-        tokens: the text.
-        batches: training batches.
-        validation: what the run is judged on.
-        config: sizes of the model.
-        model: the model as stages.
+        microbatch_size: examples of a microbatch, over all devices.
+        rows: which of these this process reads.
+        task: model, loss and data.
         schedule: the checked table.
         optimizer: the optimizer.
         folder: where the run writes to.
@@ -45,28 +42,19 @@ class Setup:
     options: TrainOptions
     devices: Devices
     mesh: Mesh
-    tokens: Tokens
-    batches: TokenBatches
-    validation: Validation
-    config: GPTConfig
-    model: FlaxPipeline
+    microbatch_size: int
+    rows: range
+    task: Task
     schedule: Schedule
     optimizer: optax.GradientTransformation
     folder: RunFolder
 
-    def init(self) -> Params:
-        """Fresh parameters, the same on every mesh; to be traced."""
-        return self.model.init(nnx.Rngs(self.options.seed))
-
     @property
     def num_params(self) -> int:
         """Numbers in the model."""
-        return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(self.init)))
-
-    @property
-    def unit(self) -> str:
-        """What one id of the text stands for."""
-        return "byte" if self.tokens.is_bytes else "token"
+        made: Any = jax.eval_shape(self.task.init)
+        params = made if isinstance(made, Params) else made[0]
+        return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def prepare(options: TrainOptions) -> Setup:
@@ -77,49 +65,35 @@ def prepare(options: TrainOptions) -> Setup:
             do about it.
     """
     axes = parse_mesh(options.mesh)
-    num_stages, num_data = axes[STAGE], axes[DATA]
-    try:
-        check_blocks(options.layers, num_stages)
-    except ValueError as error:
-        raise ValueError(f"--mesh {options.mesh}: {error}") from error
-    microbatch_size = _microbatch_size(options, num_data)
+    num_stages = axes[STAGE]
+    if options.model == "gpt" and num_stages > options.layers:
+        raise ValueError(
+            f"--mesh {options.mesh}: {options.layers} layers cannot be cut into {num_stages} "
+            f"stages; use at most {options.layers} stages, or more --layers"
+        )
+    microbatch_size = _microbatch_size(options, axes[DATA])
     schedule = make_schedule(options.schedule, num_stages, options.microbatches)
     check_schedule(schedule)
-    tokens = load_tokens(options.data, options.vocab_size)
-    config = GPTConfig(
-        vocab_size=tokens.vocab_size,
-        context=options.context,
-        layers=options.layers,
-        width=options.width,
-        heads=options.heads,
-    )
-    batches = TokenBatches(
-        tokens.train, context=options.context, microbatch_size=microbatch_size, seed=options.seed
-    )
-    validation = validation_windows(
-        tokens.validation, context=options.context, microbatch_size=microbatch_size
-    )
-    devices = choose_devices(num_stages * num_data, options.platform)
-    mesh = make_mesh(num_stages, num_data, devices=devices.devices)
-    model = pipeline_from_nnx(
-        lambda rngs: GPT(config, rngs=rngs),
-        stem="embedding",
-        body="blocks",
-        head="head",
-        recompute=options.recompute,
-    )
+    task: Task
+    if options.model in RESNETS:
+        task = VisionTask(options, microbatch_size)
+    else:
+        task = LanguageTask(options, microbatch_size)
+    devices = choose_devices(axes, options)
+    mesh = make_mesh(num_stages, axes[DATA], axes[MODEL], devices=devices.devices)
+    introduce(mesh)
+    rows = own_rows(mesh, microbatch_size)
+    task.place(mesh, rows)
     return Setup(
         options=options,
         devices=devices,
         mesh=mesh,
-        tokens=tokens,
-        batches=batches,
-        validation=validation,
-        config=config,
-        model=model,
+        microbatch_size=microbatch_size,
+        rows=rows,
+        task=task,
         schedule=schedule,
         optimizer=make_optimizer(options.learning_rate, options.steps),
-        folder=RunFolder(options.out, options.model, _config(options, devices)),
+        folder=RunFolder(options.out, options.model, _config(options, devices), writable=is_main()),
     )
 
 

@@ -114,7 +114,7 @@ def test_the_cursor_of_another_run_is_refused(name):
         "data_crc32": TokenBatches(text(104), context=3, microbatch_size=2),
     }
     batches = TokenBatches(text(100), context=3, microbatch_size=2)
-    with pytest.raises(ValueError, match=f"{name}=.*resume with the data, context and seed"):
+    with pytest.raises(ValueError, match=f"{name}=.*resume with the data and settings"):
         batches.set_state(other[name].get_state())
     assert batches.get_state()["next_index"] == 0
 

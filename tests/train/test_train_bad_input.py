@@ -18,15 +18,39 @@ CASES = {
     "learning rate nan": (["--learning-rate", "nan"], ["--learning-rate", "nan"]),
     "no stages": (["--mesh", "0"], ["mesh='0'", "at least 1"]),
     "no mesh": (["--mesh", "four"], ["mesh='four'", "stage=4,data=2"]),
-    "model axis": (["--mesh", "2x2x2"], ["mesh='2x2x2'", "'model'", "stage=4,data=2"]),
-    "model axis by name": (["--mesh", "stage=2,model=2"], ["'model'", "not supported yet"]),
+    "model axis": (
+        ["--mesh", "1x1x3", "--width", "16", "--heads", "2", "--platform", "cpu"],
+        ["annotated", "16 does not divide over 3"],
+    ),
     "unknown axis": (["--mesh", "stage=2,expert=2"], ["expert"]),
     "axis twice": (["--mesh", "stage=2,stage=4"], ["stage=2,stage=4"]),
-    "stages do not fit layers": (
-        ["--mesh", "3", "--layers", "8"],
-        ["--mesh 3", "8 blocks", "1, 2, 4, 8 stages", "6 or 9 layers"],
+    "more stages than layers": (
+        ["--mesh", "8", "--layers", "4"],
+        ["--mesh 8", "4 layers cannot be cut into 8", "at most 4"],
     ),
-    "more stages than layers": (["--mesh", "8", "--layers", "4"], ["--mesh 8", "8 layers"]),
+    "more stages than blocks": (
+        ["--mesh", "10", "--model", "resnet18", "--platform", "cpu"],
+        ["10 devices"],
+    ),
+    "no images": (["--model", "resnet18", "--data", "{empty}"], ["empty.txt", ".npz"]),
+    "two files of images": (["--model", "resnet18", "--data", "a", "b"], ["one .npz file"]),
+    "too large a microbatch": (
+        ["--model", "resnet18", "--batch-size", "2000", "--microbatches", "10"],
+        ["200", "179 images"],
+    ),
+    "half a connection": (["--num-processes", "2"], ["coordinator and process_id missing"]),
+    "no such process": (
+        ["--num-processes", "2", "--process-id", "2", "--coordinator", "localhost:1"],
+        ["process_id=2", "between 0 and num_processes - 1 = 1"],
+    ),
+    "no port": (
+        ["--num-processes", "2", "--process-id", "1", "--coordinator", "localhost"],
+        ["coordinator='localhost'", "host:port"],
+    ),
+    "mesh and processes": (
+        ["--mesh", "3", "--num-processes", "2", "--process-id", "1"],
+        ["--mesh 3", "--num-processes 2"],
+    ),
     "batch": (
         ["--batch-size", "10", "--microbatches", "4"],
         ["--batch-size 10", "4 x 1", "8 or 12"],

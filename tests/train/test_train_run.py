@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jpipe.models import GPT, GPTConfig, next_token_loss
+from jpipe.data import load_images
+from jpipe.models import (
+    GPT,
+    GPTConfig,
+    ResNet,
+    ResNetConfig,
+    classification_loss,
+    next_token_loss,
+)
 from jpipe.train.__main__ import main
 from jpipe.train.options import TrainOptions, parse_options
 from jpipe.train.run_folder import RunFolder
@@ -78,6 +86,8 @@ def test_first_loss_is_that_of_a_uniform_guess(alone):
         ["--mesh", "stage=4", "--schedule", "gpipe"],
         ["--mesh", "2", "--schedule", "1f1b-overlap", "--recompute", "stage"],
         ["--mesh", "2", "--microbatches", "4", "--recompute", "block"],
+        ["--mesh", "3"],
+        ["--mesh", "2x2x2"],
     ],
     ids=" ".join,
 )
@@ -234,7 +244,8 @@ def test_option_names_are_frozen():
     assert parse_options([]) == TrainOptions()
     names = (
         "mesh model layers width heads context data vocab_size steps batch_size microbatches "
-        "schedule recompute learning_rate seed eval_every out platform dry_run"
+        "schedule recompute learning_rate seed eval_every out platform dry_run tied distributed "
+        "coordinator num_processes process_id"
     )
     assert sorted(vars(TrainOptions())) == sorted(names.split())
     options = parse_options(["--data", "a", "b", "--vocab-size", "7", "--dry-run"])
@@ -250,3 +261,43 @@ def test_the_default_run_beats_the_bigram_model(tmp_path):
     assert summary["steps"] == 600
     assert summary["validation_loss"] < summary["bigram_validation_loss"]
     assert summary["bytes_per_device"] < summary["bytes_on_one_device"]
+
+
+def test_resnet(tmp_path, capsys):
+    folder = tmp_path / "run"
+    arguments = ["--model", "resnet18", "--width", "4", "--mesh", "3", "--steps", "3"]
+    assert main([*arguments, "--out", str(folder)]) == 0
+    out = capsys.readouterr().out
+    for part in ("handwritten digits", "balanced by operations", "linear model", "right"):
+        assert part in out
+    rows = metrics(folder)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["images_per_s"] > 0 for row in rows)
+    plain = flax.serialization.msgpack_restore((folder / "params.msgpack").read_bytes())
+    model = ResNet(ResNetConfig(depth=18, width=4), rngs=nnx.Rngs(9))
+    state = nnx.state(model)
+    nnx.replace_by_pure_dict(state, plain)
+    nnx.update(model, state)
+    model.eval()
+    validation = load_images().validation
+    terms = classification_loss(model(validation.images[:176]), validation.labels[:176])
+    summary = json.loads((folder / "summary.json").read_text())
+    assert float(terms.total / terms.weight) == pytest.approx(summary["validation_loss"], rel=1e-4)
+
+
+def test_images_of_ones_own(tmp_path):
+    drawn = np.random.default_rng(0)
+    labels = drawn.integers(0, 3, 100)
+    images = drawn.integers(0, 80, (100, 6, 6, 3)) + 80 * labels[:, None, None, None]
+    np.savez(tmp_path / "own.npz", images=images.astype(np.uint8), labels=labels)
+    arguments = ["--model", "resnet18", "--width", "4", "--mesh", "2", "--steps", "20"]
+    arguments += ["--data", str(tmp_path / "own.npz"), "--out", str(tmp_path / "run")]
+    assert main(arguments) == 0
+    rows = metrics(tmp_path / "run")
+    assert rows[-1]["loss"] < rows[0]["loss"] / 2
+
+
+def test_tied_embeddings(tmp_path):
+    folder = train(tmp_path, "--mesh", "2", "--tied")
+    plain = flax.serialization.msgpack_restore((folder / "params.msgpack").read_bytes())
+    assert set(plain["head"]) == {"norm"}

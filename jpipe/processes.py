@@ -1,0 +1,169 @@
+"""Several processes that run one program together, each with devices of its own."""
+
+import itertools
+import math
+import os
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jpipe.mesh import DATA
+
+Tree = Any
+
+_LEAST_THREADS = 16
+
+
+def connect(
+    coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None
+) -> None:
+    """Join the other processes; to be called before JAX first touches its backends.
+
+    Args:
+        coordinator: `host:port` of process 0; None to let JAX find out, which it can on SLURM, Open
+            MPI, Kubernetes and cloud TPUs.
+        num_processes: how many there are.
+        process_id: which of them this one is, from 0.
+
+    Raises:
+        ValueError: if the arguments do not fit, or JAX cannot find out.
+    """
+    given = {
+        "coordinator": coordinator,
+        "num_processes": num_processes,
+        "process_id": process_id,
+    }
+    if any(v is None for v in given.values()) and any(v is not None for v in given.values()):
+        missing = " and ".join(name for name, value in given.items() if value is None)
+        raise ValueError(
+            f"{missing} missing: give coordinator, num_processes and process_id together, or none"
+        )
+    if num_processes is not None and process_id is not None:
+        if num_processes < 1 or not 0 <= process_id < num_processes:
+            raise ValueError(
+                f"process_id={process_id} must lie between 0 and num_processes - 1 = "
+                f"{num_processes - 1}"
+            )
+        host, _, port = (coordinator or "").rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError(f"coordinator={coordinator!r} must be host:port, as in node0:7777")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # An exchange over the network holds a thread of XLA's until it is done. With as few threads as
+    # a small machine has cores, all may be held by exchanges that wait for one that has no thread.
+    os.environ.setdefault("NPROC", str(max(_LEAST_THREADS, os.cpu_count() or 1)))
+    try:
+        jax.distributed.initialize(coordinator, num_processes, process_id)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"the processes cannot be joined ({error}); give coordinator, num_processes and "
+            "process_id"
+        ) from error
+
+
+def introduce(mesh: Mesh) -> None:
+    """Let the devices of a mesh connect, group by group; of use on CPUs only.
+
+    XLA connects a group of CPU devices when it first has something to exchange, and a process
+    connects one group at a time: two processes that begin with different groups wait for each other
+    until the time is out. So each group exchanges something here, in one order for all.
+
+    Args:
+        mesh: the mesh; all processes must call this.
+    """
+    if jax.process_count() == 1 or mesh.devices.flat[0].platform != "cpu":
+        return
+    axes = range(mesh.devices.ndim)
+    for count in range(1, mesh.devices.ndim + 1):
+        for chosen in itertools.combinations(axes, count):
+            others = [axis for axis in axes if axis not in chosen]
+            size = math.prod(mesh.devices.shape[axis] for axis in chosen)
+            for group in mesh.devices.transpose(*others, *chosen).reshape(-1, size):
+                # XLA tells groups apart by order, too: that of the mesh, and that of the ids.
+                _exchange(list(group))
+                _exchange(sorted(group, key=lambda device: device.id))
+
+
+def _exchange(group: list[jax.Device]) -> None:
+    if all(device.process_index != jax.process_index() for device in group):
+        return
+    sharding = NamedSharding(Mesh(np.array(group), ("group",)), PartitionSpec("group"))
+    local = [d for d in group if d.process_index == jax.process_index()]
+    ones = jax.make_array_from_single_device_arrays(
+        (len(group),), sharding, [jax.device_put(np.ones(1, np.float32), d) for d in local]
+    )
+    total = jax.shard_map(
+        lambda x: jax.lax.psum(x, "group"),
+        mesh=sharding.mesh,
+        in_specs=PartitionSpec("group"),
+        out_specs=PartitionSpec(),
+    )
+    jax.block_until_ready(jax.jit(total)(ones))
+
+
+def is_main() -> bool:
+    """Whether this process is the one that writes and reports."""
+    return jax.process_index() == 0
+
+
+def own_rows(mesh: Mesh, microbatch_size: int) -> range:
+    """Which examples of a microbatch the devices of this process need.
+
+    Args:
+        mesh: the mesh.
+        microbatch_size: examples of a microbatch, over all devices.
+
+    Raises:
+        ValueError: if this process has no device of the mesh, or the examples it needs do not
+            follow each other.
+    """
+    axis = mesh.axis_names.index(DATA)
+    mine = np.vectorize(lambda d: d.process_index == jax.process_index())(mesh.devices)
+    places = np.unique(np.nonzero(mine)[axis])
+    if not len(places):
+        raise ValueError(
+            f"process {jax.process_index()} has no device of the mesh {dict(mesh.shape)}; use a "
+            "mesh over all devices, or fewer processes"
+        )
+    if places[-1] - places[0] + 1 != len(places):
+        raise ValueError(
+            f"the devices of process {jax.process_index()} are not neighbours along {DATA!r}; make "
+            "the mesh with jpipe.mesh.make_mesh"
+        )
+    share = microbatch_size // mesh.shape[DATA]
+    return range(int(places[0]) * share, (int(places[-1]) + 1) * share)
+
+
+def place_batch(mesh: Mesh, batch: Tree, microbatch_size: int) -> Tree:
+    """Arrays on all devices of the mesh, of what each process has read.
+
+    Args:
+        mesh: the mesh.
+        batch: pytree of `[M, rows of this process, ...]` arrays, see `own_rows`.
+        microbatch_size: examples of a microbatch, over all devices.
+
+    Returns:
+        The same of `[M, microbatch, ...]` arrays.
+    """
+    sharding = NamedSharding(mesh, PartitionSpec(None, DATA))
+
+    def place(rows: Any) -> jax.Array:
+        shape = (rows.shape[0], microbatch_size, *rows.shape[2:])
+        return jax.make_array_from_process_local_data(sharding, np.asarray(rows), shape)
+
+    return jax.tree.map(place, batch)
+
+
+def to_host(tree: Tree) -> Tree:
+    """Arrays as NumPy arrays, in every process, wherever they lie; all processes must call it."""
+
+    def fetch(array: Any) -> Any:
+        if not isinstance(array, jax.Array) or array.is_fully_addressable:
+            return np.asarray(array)
+        if array.is_fully_replicated:
+            return np.asarray(array.addressable_data(0))
+        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+    return jax.tree.map(fetch, tree)
