@@ -81,6 +81,7 @@ def prepare(options: TrainOptions) -> Setup:
         task = LanguageTask(options, microbatch_size)
     devices = choose_devices(axes, options)
     mesh = make_mesh(num_stages, axes[DATA], axes[MODEL], devices=devices.devices)
+    _check_processes(mesh)
     introduce(mesh)
     rows = own_rows(mesh, microbatch_size)
     task.place(mesh, rows)
@@ -95,6 +96,17 @@ def prepare(options: TrainOptions) -> Setup:
         optimizer=make_optimizer(options.learning_rate, options.steps),
         folder=RunFolder(options.out, options.model, _config(options, devices), writable=is_main()),
     )
+
+
+def _check_processes(mesh: Mesh) -> None:
+    """Refuse what hangs: XLA on CPUs may take exchanges along two axes in different order."""
+    axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
+    if jax.process_count() > 1 and len(axes) > 1 and mesh.devices.flat[0].platform == "cpu":
+        raise ValueError(
+            f"a mesh with the axes {' and '.join(axes)} over {jax.process_count()} processes works "
+            "on accelerators, but not on CPUs, where XLA's exchanges along two axes can wait for "
+            "each other for ever; use one axis, such as --mesh 4 or --mesh 1x4, or one process"
+        )
 
 
 def _microbatch_size(options: TrainOptions, num_data: int) -> int:
