@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from jpipe.mesh import AXES, DATA, MODEL, STAGE
 from jpipe.pipeline.keys import block_keys, microbatch_keys
@@ -27,6 +27,27 @@ def check_mesh(mesh: Mesh) -> None:
         raise ValueError(
             f"mesh has the axes {mesh.axis_names}; it needs {STAGE!r} and may have {DATA!r} and "
             f"{MODEL!r}: make one with jpipe.mesh.make_mesh"
+        )
+
+
+def check_divided(mesh: Mesh, manual: frozenset[str]) -> None:
+    """Refuse axes over which XLA is to divide the work, but that wait to be told how.
+
+    Args:
+        mesh: the mesh.
+        manual: the axes over which devices run apart, see `layout.manual_axes`.
+
+    Raises:
+        ValueError: naming the axes.
+    """
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    axes = [a for a in mesh.axis_names if a not in manual and types[a] != AxisType.Auto]
+    if axes:
+        raise ValueError(
+            f"the mesh axis {' and '.join(map(repr, axes))} has the type {types[axes[0]].name}, "
+            "but XLA divides the work over it, for a model with state, random numbers or "
+            "annotations; "
+            "make the mesh with jpipe.mesh.make_mesh, or with axis_types=AxisType.Auto"
         )
 
 

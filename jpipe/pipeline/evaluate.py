@@ -165,6 +165,7 @@ class _Forward:
         self.outputs = checks.check_stages(stages, params, state, inputs, key, mesh).outputs
         partition = stages.tied_partition
         self.manual = manual_axes(mesh, (), key, partition)
+        checks.check_divided(mesh, self.manual)
         variables = Variables(params, state, jax.tree.map(lambda _: None, state))
         self._parts, self._mesh, self._key = stages.parts, mesh, key
         of_state = (param_specs(mesh, kind) for kind in variables[1:])

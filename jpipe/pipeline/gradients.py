@@ -98,6 +98,7 @@ def pipeline_value_and_grad(
         variables = Variables(params, constant, moving)
         partition = stages.tied_partition
         manual = manual_axes(mesh, moving, key, partition)
+        checks.check_divided(mesh, manual)
         specs = Variables(
             param_specs(mesh, params, partition),
             param_specs(mesh, constant),

@@ -105,11 +105,6 @@ class Stages:
         """The partition of parameters as the parts use them."""
         return self.partition and self.tied(self.partition)
 
-    @property
-    def differ(self) -> bool:
-        """Whether the stages differ."""
-        return isinstance(self.body, PerStage)
-
 
 class Parts(NamedTuple):
     """Stem, body and head in their full form, see `Stages.stateful`."""

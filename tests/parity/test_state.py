@@ -209,3 +209,17 @@ def test_tied_parameters_get_the_gradients_of_all_uses(schedule, mesh):
         return sum(losses) / len(losses)
 
     assert_same(expected, jax.value_and_grad(plain)(problem.params), 2e-6)
+
+
+def test_explicit_axes_over_which_xla_divides_the_work_are_refused():
+    problem, state, key = models.carrying(4, 3, size=4)
+    mesh = jax.make_mesh((2, 2), ("stage", "data"))
+    batch = (problem.params, problem.inputs, problem.targets)
+    run = pipeline_value_and_grad(problem.stages, problem.loss, mesh)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="'data' has the type Explicit"):
+        run(*batch, state, key)
+    mesh = jax.make_mesh((4, 1), ("stage", "data"))
+    run = pipeline_value_and_grad(problem.stages, problem.loss, mesh)
+    with jax.set_mesh(mesh):
+        loss, _, _ = run(*batch, state, key)
+    assert float(loss) == pytest.approx(float(reference(4, 3)[0]), rel=1e-6)
