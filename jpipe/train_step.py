@@ -195,7 +195,7 @@ def make_train_step(
         stages: the model.
         loss: `(outputs, targets) -> scalar`, the mean loss of a microbatch, or `-> LossTerms`.
         optimizer: an optax optimizer.
-        mesh: has the axis `stage`, and may have `data`.
+        mesh: has the axis `stage`, and may have `data` and `model`.
         schedule: a table or the name of one, as for `pipeline_value_and_grad`.
 
     Returns:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen
+from flax import errors, linen
 from flax.core import meta
 from jax.extend import core as jex
 from jax.sharding import PartitionSpec
@@ -81,8 +81,8 @@ def pipeline_from_linen(
     layers, x = [], inputs
     for k, (name, get) in enumerate(calls):
         in_body = 0 < k < len(calls) - 1
-        traced = _Traced(model, get, variables, rngs, train, evaluate, x)
-        layers.append(traced.layer(name, in_body, trainable, specs))
+        traced = _Traced(name, model, get, variables, rngs, train, evaluate, x)
+        layers.append(traced.layer(in_body, trainable, specs))
         x = traced.outputs
     _check_covered(variables, layers)
 
@@ -110,6 +110,7 @@ class _Traced:
 
     def __init__(
         self,
+        name: str,
         model: linen.Module,
         get: Callable[[Any], Any],
         variables: dict[Path, Any],
@@ -118,10 +119,10 @@ class _Traced:
         evaluate: Mapping[str, Any] | None,
         x: Tree,
     ) -> None:
-        self._variables, self._rngs = variables, rngs
+        self._name, self._variables, self._rngs = name, variables, rngs
         self._model, self._get = model, get
         target = get(model.bind(nested(variables)))
-        self._module: linen.Module = target if isinstance(target, linen.Module) else model
+        self._target = target
         self._train, self._evaluate = train or {}, evaluate or {}
 
         def run(values: dict[Path, Any], x: Tree, key: jax.Array) -> tuple[Tree, Tree]:
@@ -149,20 +150,38 @@ class _Traced:
 
         collections = sorted({path[0] for path in values} - {_PARAMS})
         keys = {} if key is None else _keys(self._rngs, key)
-        result: Any = self._model.apply(
-            nested(values), x, rngs=keys, mutable=collections, method=method
-        )
+        # What `setup` itself declares is looked up for every part, used or not.
+        unused = {
+            path: jnp.zeros(leaf.shape, leaf.dtype)
+            for path, leaf in self._variables.items()
+            if len(path) == 2 and path not in values
+        }
+        try:
+            result: Any = self._model.apply(
+                nested(unused | values), x, rngs=keys, mutable=collections, method=method
+            )
+        except errors.InvalidRngError as error:
+            if key is not None:
+                raise
+            raise ValueError(
+                f"{self._name} draws random numbers, but there is no key; pass key=, to "
+                "init_train_state or to the function that runs the model"
+            ) from error
         y, after = result
-        return y, {path: leaf for path, leaf in flat(after).items() if path[0] != _PARAMS}
+        return y, {
+            path: leaf
+            for path, leaf in flat(after).items()
+            if path[0] != _PARAMS and path not in unused
+        }
 
     def layer(
         self,
-        name: str,
         in_body: bool,
         trainable: Callable[[Path], bool],
         specs: Mapping[Path, PartitionSpec],
     ) -> Layer:
         """The part with the variables that it uses; those of a block go by their names in it."""
+        name = self._name
         owners = {path[1] for path in self.used}
         if in_body and len(owners) > 1:
             raise ValueError(
@@ -188,15 +207,20 @@ class _Traced:
         state = {path: leaf for path, leaf in shapes.items() if not is_param(path)}
         return Layer(
             name=name,
-            kind=type(self._module).__name__,
+            kind=type(self._target).__name__,
             train=part(self._train),
             evaluate=part(self._evaluate),
             params=params,
             state=state,
             places=places,
-            signature=self._module.clone(parent=None, name=None),
+            signature=_signature(self._target),
             partition={path: specs[place] for path, place in places.items() if place in specs},
         )
+
+
+def _signature(target: Any) -> Any:
+    """Equal for what computes the same of variables of its own."""
+    return target.clone(parent=None, name=None) if isinstance(target, linen.Module) else target
 
 
 def _keys(names: Sequence[str], key: jax.Array) -> dict[str, jax.Array]:

@@ -49,8 +49,9 @@ def pipeline_from_nnx(
         body: the model's attribute that holds the blocks, an `nnx.List` of modules.
         stem: the attribute that maps inputs to activations; None for the first of `body`.
         head: the attribute that maps activations to outputs; None for the last of `body`.
-        wrt: which variables are trained, a filter as for `nnx.Optimizer`. All others are state,
-            without gradients or optimizer state: running statistics, frozen parameters.
+        wrt: which variables are trained, a filter as for `nnx.Optimizer`, whose paths begin at
+            the model. All others are state, without gradients or optimizer state: running
+            statistics, frozen parameters.
         recompute: what the backward computes again, see `jpipe.pipeline.repeat_block`.
         num_stages: P, if the stages may differ.
         split_points: the first block of each stage but the first.
@@ -74,7 +75,13 @@ def pipeline_from_nnx(
         if isinstance(node, nnx.Variable) and not _is_random(node)
     }
     _check_covered(places, modules)
-    first, *blocks, last = (_layer(name, module, wrt, places) for name, module in modules)
+    is_trained = nnx.filterlib.to_predicate(wrt)
+    trained = {
+        path
+        for path, node in nnx.iter_graph(model)
+        if isinstance(node, nnx.Variable) and not _is_random(node) and is_trained(path, node)
+    }
+    first, *blocks, last = (_layer(name, module, trained, places) for name, module in modules)
 
     def init(rngs: nnx.Rngs) -> dict[Path, Any]:
         state = nnx.state(make(rngs), nnx.Not(nnx.RngState))
@@ -92,18 +99,17 @@ def pipeline_from_nnx(
     )
 
 
-def _layer(name: str, module: nnx.Module, wrt: Any, places: dict[int, Path]) -> Layer:
-    random, params, state = (
-        flat(nnx.to_pure_dict(s)) for s in nnx.split(module, nnx.RngState, wrt, ...)[1:]
-    )
+def _layer(name: str, module: nnx.Module, trained: set[Path], places: dict[int, Path]) -> Layer:
+    random, others = (flat(nnx.to_pure_dict(s)) for s in nnx.split(module, nnx.RngState, ...)[1:])
     variables = {
         path: node for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Variable)
     }
+    params = {p: leaf for p, leaf in others.items() if places[id(variables[p])] in trained}
+    state = {p: leaf for p, leaf in others.items() if p not in params}
     evaluated = nnx.merge(*nnx.split(module))
     evaluated.eval()
     train, evaluate = (
-        _part(name, nnx.graphdef(m), random, state, nnx.Not(nnx.Any(nnx.RngState, wrt)))
-        for m in (module, evaluated)
+        _part(name, nnx.graphdef(m), random, params, state) for m in (module, evaluated)
     )
     return Layer(
         name=name,
@@ -119,7 +125,11 @@ def _layer(name: str, module: nnx.Module, wrt: Any, places: dict[int, Path]) -> 
 
 
 def _part(
-    name: str, graph: Any, random: dict[Path, Any], known: dict[Path, Any], rest: Any
+    name: str,
+    graph: Any,
+    random: dict[Path, Any],
+    trained: dict[Path, Any],
+    known: dict[Path, Any],
 ) -> Part:
     """The function of a module; `random` are its random keys and how often each was used."""
     keys = [path for path, leaf in random.items() if _is_key(leaf)]
@@ -135,7 +145,8 @@ def _part(
                 f"{name} draws random numbers, but there is no key; pass key=, to init_train_state "
                 "or to the function that runs the model"
             )
-        return y, flat(nnx.to_pure_dict(nnx.state(module, rest)))
+        after = flat(nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.RngState))))
+        return y, {path: leaf for path, leaf in after.items() if path not in trained}
 
     return keep_changed(name, known, call)
 
@@ -170,6 +181,11 @@ def _find_parts(
     if not isinstance(blocks, nnx.List | list | tuple):
         raise ValueError(f"body={body!r} must be an nnx.List of blocks")
     parts = [(f"{body}[{k}]", block) for k, block in enumerate(blocks)]
+    for name, block in parts:
+        if not isinstance(block, nnx.Module):
+            raise ValueError(
+                f"{name} is a {type(block).__name__}, not an nnx.Module; wrap it in one"
+            )
     if stem is not None:
         parts.insert(0, (stem, getattr(model, stem)))
     if head is not None:

@@ -1,6 +1,7 @@
 """Labelled images to learn to classify."""
 
 import dataclasses
+import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,7 +130,7 @@ def _read(path: Path) -> tuple[NDArray[np.float32], NDArray[np.int32], str]:
     try:
         with np.load(path, allow_pickle=False) as file:
             images, labels = file["images"], file["labels"]
-    except (OSError, ValueError, KeyError, EOFError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
         raise ValueError(
             f"data={path} cannot be read ({error}): give an .npz file with images and labels"
         ) from error

@@ -29,6 +29,7 @@ class GPTConfig:
         heads: H, attention heads; must divide `width`.
         tied: whether the head projects by the matrix of the token embedding (Press and Wolf, 2017,
             arXiv 1608.05859).
+        dtype: what activations are computed in; parameters are float32.
     """
 
     vocab_size: int = 256
@@ -37,6 +38,7 @@ class GPTConfig:
     width: int = 128
     heads: int = 4
     tied: bool = False
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context", "layers", "width", "heads"):
@@ -55,8 +57,12 @@ class Embedding(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.normal(0.02)
-        self.token = nnx.Embed(config.vocab_size, config.width, embedding_init=init, rngs=rngs)
-        self.position = nnx.Embed(config.context, config.width, embedding_init=init, rngs=rngs)
+        self.token = nnx.Embed(
+            config.vocab_size, config.width, embedding_init=init, dtype=config.dtype, rngs=rngs
+        )
+        self.position = nnx.Embed(
+            config.context, config.width, embedding_init=init, dtype=config.dtype, rngs=rngs
+        )
 
     def __call__(self, tokens_BS: jax.Array) -> jax.Array:
         """Embed int `[B, S]` tokens to float `[B, S, D]`."""
@@ -70,8 +76,12 @@ class CausalAttention(nnx.Module):
         width = config.width
         init = nnx.initializers.normal(0.02)
         self.heads = config.heads
-        self.qkv = nnx.Linear(width, 3 * width, kernel_init=_columns(init), rngs=rngs)
-        self.out = nnx.Linear(width, width, kernel_init=_rows(_residual_init(config)), rngs=rngs)
+        self.qkv = nnx.Linear(
+            width, 3 * width, kernel_init=_columns(init), dtype=config.dtype, rngs=rngs
+        )
+        self.out = nnx.Linear(
+            width, width, kernel_init=_rows(_residual_init(config)), dtype=config.dtype, rngs=rngs
+        )
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Attend over float `[B, S, D]`."""
@@ -91,9 +101,15 @@ class MLP(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         width = config.width
         init = nnx.initializers.normal(0.02)
-        self.up = nnx.Linear(width, 4 * width, kernel_init=_columns(init), rngs=rngs)
+        self.up = nnx.Linear(
+            width, 4 * width, kernel_init=_columns(init), dtype=config.dtype, rngs=rngs
+        )
         self.down = nnx.Linear(
-            4 * width, width, kernel_init=_rows(_residual_init(config)), rngs=rngs
+            4 * width,
+            width,
+            kernel_init=_rows(_residual_init(config)),
+            dtype=config.dtype,
+            rngs=rngs,
         )
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
@@ -106,9 +122,9 @@ class Block(nnx.Module):
     """Attention and MLP, each behind a norm and beside a residual connection."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
-        self.attention_norm = nnx.LayerNorm(config.width, rngs=rngs)
+        self.attention_norm = nnx.LayerNorm(config.width, dtype=config.dtype, rngs=rngs)
         self.attention = CausalAttention(config, rngs=rngs)
-        self.mlp_norm = nnx.LayerNorm(config.width, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(config.width, dtype=config.dtype, rngs=rngs)
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
@@ -121,7 +137,7 @@ class Head(nnx.Module):
     """Final norm and projection to the vocabulary, by the embedding's own matrix if tied."""
 
     def __init__(self, config: GPTConfig, token: nnx.Embed, *, rngs: nnx.Rngs) -> None:
-        self.norm = nnx.LayerNorm(config.width, rngs=rngs)
+        self.norm = nnx.LayerNorm(config.width, dtype=config.dtype, rngs=rngs)
         if config.tied:
             self.token = token
             return
@@ -130,6 +146,7 @@ class Head(nnx.Module):
             config.vocab_size,
             use_bias=False,
             kernel_init=nnx.initializers.normal(0.02),
+            dtype=config.dtype,
             rngs=rngs,
         )
 

@@ -12,7 +12,7 @@ from jpipe.pipeline.keys import block_keys, microbatch_keys
 from jpipe.pipeline.losses import Loss, LossTerms
 from jpipe.pipeline.per_stage import PerStage
 from jpipe.pipeline.stages import Params, Part, Stages, Tree, no_state, num_blocks, shapes_of
-from jpipe.pipeline.state import check_updates
+from jpipe.pipeline.state import check_part_updates, check_updates
 from jpipe.schedule.table import Op, Schedule
 
 
@@ -159,7 +159,7 @@ def as_state(stages: Stages, params: Params, state: Any, key: jax.Array | None) 
             f"{'key' if key is not None else 'state'} is given, but the functions of stages take "
             "none; write them as `Stages.stateful` says and set stateful=True"
         )
-    if state is None:
+    if state is None or not stages.stateful:
         return no_state(params)
     if not isinstance(state, tuple) or len(state) != len(Params._fields):
         raise ValueError(f"state is a {type(state).__name__}; it must be Params(stem, body, head)")
@@ -256,7 +256,7 @@ def check_stages(
     inputs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), inputs)
     keys = jax.eval_shape(microbatch_keys, key, 0)
     stem, body, head = stages.parts
-    x, of_stem = jax.eval_shape(stem, params.stem, state.stem, inputs, keys.stem)
+    x, of_stem = _trace("the stem", stem, params.stem, state.stem, inputs, keys.stem)
     if not jax.tree.leaves(x):
         raise ValueError("the stem's output holds no arrays; something must travel between stages")
     _check_floating("the stem", x)
@@ -292,6 +292,7 @@ def _check_equal_stages(
             f"the output of stage 0 does not fit the input of {after}: the body makes "
             f"{_describe(y)} of {_describe(x)}; it must keep structure, shapes and dtypes"
         )
+    check_part_updates("body", own_state, updates)
     return resized(updates, lambda n: n * num_stages)
 
 
@@ -312,9 +313,15 @@ def check_outputs(outputs: Tree) -> None:
 def _trace(what: str, function: Any, params: Tree, state: Tree, x: Tree, key: Any) -> Any:
     """Shapes and dtypes of a result; what goes wrong is said of `what`."""
     try:
-        return jax.eval_shape(function, params, state, x, key)
+        result = jax.eval_shape(function, params, state, x, key)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{what} does not take {_describe(x)}: {error}") from error
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ValueError(
+            f"{what} returns {_describe(result)}; with stateful=True it must return a pair, the "
+            "output and the updates of its state"
+        )
+    return result
 
 
 def _check_floating(name: str, output: Tree) -> None:

@@ -38,7 +38,7 @@ def pipeline_evaluate(
     Args:
         stages: the model.
         loss: `(outputs, targets) -> scalar`, the mean loss of a microbatch, or `-> LossTerms`.
-        mesh: has the axis `stage`, and may have `data`.
+        mesh: has the axis `stage`, and may have `data` and `model`.
         has_aux: whether to return `LossTerms.aux` as well.
         microbatch_size: to take any number of examples: inputs and targets are then `[N, ...]`, cut
             into microbatches of this size, and the last one is filled with examples that do not
@@ -101,7 +101,7 @@ def pipeline_predict(
 
     Args:
         stages: the model.
-        mesh: has the axis `stage`, and may have `data`.
+        mesh: has the axis `stage`, and may have `data` and `model`.
         microbatch_size: to take any number of examples: inputs and outputs are then `[N, ...]`.
 
     Returns:
@@ -162,9 +162,10 @@ class _Forward:
         params = stages.tied(checks.as_params(params))
         state = checks.as_state(stages, params, state, key)
         checks.check_params(params, state, mesh)
-        self.outputs = checks.check_stages(stages, params, state, inputs, key, mesh).outputs
+        found = checks.check_stages(stages, params, state, inputs, key, mesh)
+        self.outputs = found.outputs
         partition = stages.tied_partition
-        self.manual = manual_axes(mesh, (), key, partition)
+        self.manual = manual_axes(mesh, found.updates, key, partition)
         checks.check_divided(mesh, self.manual)
         variables = Variables(params, state, jax.tree.map(lambda _: None, state))
         self._parts, self._mesh, self._key = stages.parts, mesh, key

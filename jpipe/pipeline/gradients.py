@@ -40,13 +40,15 @@ def pipeline_value_and_grad(
 
     Loss and gradients are those of one device that accumulates over the microbatches in order.
     Sums over microbatches are made in float32 (float64 for float64 parameters), and so are the
-    sums over the `data` axis.
+    sums over the `data` axis, except where XLA divides microbatches over it (models with state,
+    random numbers or FSDP): there it sums each microbatch's gradient in the parameter's dtype.
 
     Args:
         stages: the model.
         loss: `(outputs, targets) -> scalar`, the mean loss of a microbatch, or `-> LossTerms`, a
             sum and what to divide it by.
-        mesh: has the axis `stage`, and may have `data`, over which each microbatch is split.
+        mesh: has the axis `stage`, and may have `data`, over which each microbatch is split, and
+            `model`, over which XLA divides the work within a stage.
         schedule: a table, or the name of one of `jpipe.schedule.SCHEDULES`, which is then built
             for the number of microbatches of each batch.
         has_aux: whether to return `LossTerms.aux` as well.

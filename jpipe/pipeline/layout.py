@@ -94,8 +94,9 @@ def fsdp(mesh: Mesh, params: Params) -> Params:
     def divide(leaf: Any, leading: int) -> PartitionSpec:
         shape = jnp.shape(leaf)
         taken = [STAGE] * leading + [None] * (len(shape) - leading)
-        dim = _shared_dim(shape, taken, mesh.shape[DATA])
-        return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, DATA)
+        count = mesh.shape.get(DATA, 1)
+        dim = _shared_dim(shape, taken, count)
+        return PartitionSpec() if dim is None or count == 1 else PartitionSpec(*[None] * dim, DATA)
 
     leading = 0 if isinstance(params.body, PerStage) else 1
     return Params(
@@ -110,8 +111,13 @@ def _on(mesh: Mesh) -> Any:
 
     def keep(leaf: Any, spec: PartitionSpec) -> PartitionSpec:
         names: list[Any] = []
+        if len(spec) > len(jnp.shape(leaf)):
+            raise ValueError(
+                f"a parameter of shape {jnp.shape(leaf)} is annotated {spec}, which has more "
+                "dims; leave some out"
+            )
         for size, entry in zip(jnp.shape(leaf), spec, strict=False):
-            axes = entry if isinstance(entry, tuple) else (entry,)
+            axes = _axes(entry)
             if STAGE in axes:
                 raise ValueError(f"partition={spec} names {STAGE!r}, which jpipe lays out itself")
             present = tuple(axis for axis in axes if axis in mesh.axis_names)
@@ -125,6 +131,13 @@ def _on(mesh: Mesh) -> Any:
         return PartitionSpec(*names)
 
     return keep
+
+
+def _axes(entry: Any) -> tuple[Any, ...]:
+    """The mesh axes in one entry of a partition spec."""
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
 
 
 def manual_axes(mesh: Mesh, moving: Tree, key: Any, partition: Params | None) -> frozenset[str]:
@@ -142,7 +155,7 @@ def manual_axes(mesh: Mesh, moving: Tree, key: Any, partition: Params | None) ->
         key: the step's random key, or None.
         partition: how parameters lie over axes but `stage`; if over `data`, XLA divides that, too.
     """
-    divided = any(DATA in spec for spec in jax.tree.leaves(partition))
+    divided = any(DATA in _axes(entry) for spec in jax.tree.leaves(partition) for entry in spec)
     whole = divided or key is not None or bool(jax.tree.leaves(moving))
     axes = {STAGE} if whole else {STAGE, DATA}
     return frozenset(axis for axis in mesh.axis_names if axis in axes or mesh.shape[axis] == 1)
@@ -150,7 +163,8 @@ def manual_axes(mesh: Mesh, moving: Tree, key: Any, partition: Params | None) ->
 
 def only(axes: frozenset[str], spec: PartitionSpec) -> PartitionSpec:
     """The part of a spec that speaks of some axes."""
-    return PartitionSpec(*(name if name in axes else None for name in spec))
+    kept = (tuple(axis for axis in _axes(entry) if axis in axes) for entry in spec)
+    return PartitionSpec(*((k if len(k) > 1 else k[0]) if k else None for k in kept))
 
 
 def only_axes(axes: frozenset[str], specs: Tree) -> Tree:

@@ -70,10 +70,11 @@ def check_updates(state: Params, updates: Params) -> None:
         ValueError: naming both.
     """
     for part, old, new in zip(Params._fields, state, updates, strict=True):
-        _check_updates(part, old, new)
+        check_part_updates(part, old, new)
 
 
-def _check_updates(part: str, state: Tree, updates: Tree) -> None:
+def check_part_updates(part: str, state: Tree, updates: Tree) -> None:
+    """The same for `stem`, `body` or `head`."""
     structure: Any
     paths, structure = jax.tree_util.tree_flatten_with_path(state)
     try:

@@ -45,6 +45,11 @@ def choose_devices(axes: Mapping[str, int], options: TrainOptions) -> Devices:
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
     by_hand = (options.coordinator, options.num_processes, options.process_id)
+    if options.distributed and platform == "cpu":
+        raise ValueError(
+            "--distributed: how many devices to simulate in each process is not known before they "
+            "are joined; give --coordinator, --num-processes and --process-id instead"
+        )
     if options.distributed or any(value is not None for value in by_hand):
         connect(*by_hand)
     found = _devices_of("cpu" if platform == "cpu" else None if platform == "auto" else platform)

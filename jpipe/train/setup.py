@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 import jpipe
 from jpipe.mesh import DATA, MODEL, STAGE, make_mesh, parse_mesh
-from jpipe.pipeline import Params
+from jpipe.pipeline import Params, param_shardings
 from jpipe.processes import introduce, is_main, own_rows
 from jpipe.schedule import Schedule, check_schedule, make_schedule
 from jpipe.train.devices import Devices, choose_devices
@@ -52,9 +52,7 @@ class Setup:
     @property
     def num_params(self) -> int:
         """Numbers in the model."""
-        made: Any = jax.eval_shape(self.task.init)
-        params = made if isinstance(made, Params) else made[0]
-        return sum(leaf.size for leaf in jax.tree.leaves(params))
+        return sum(leaf.size for leaf in jax.tree.leaves(_params(self.task)))
 
 
 def prepare(options: TrainOptions) -> Setup:
@@ -76,6 +74,7 @@ def prepare(options: TrainOptions) -> Setup:
     check_schedule(schedule)
     task: Task
     if options.model in RESNETS:
+        _check_images_only(options)
         task = VisionTask(options, microbatch_size)
     else:
         task = LanguageTask(options, microbatch_size)
@@ -85,6 +84,7 @@ def prepare(options: TrainOptions) -> Setup:
     introduce(mesh)
     rows = own_rows(mesh, microbatch_size)
     task.place(mesh, rows)
+    param_shardings(mesh, _params(task), task.model.stages.partition)  # refuses what cannot lie so
     return Setup(
         options=options,
         devices=devices,
@@ -96,6 +96,22 @@ def prepare(options: TrainOptions) -> Setup:
         optimizer=make_optimizer(options.learning_rate, options.steps),
         folder=RunFolder(options.out, options.model, _config(options, devices), writable=is_main()),
     )
+
+
+def _params(task: Task) -> Params:
+    """Shapes and dtypes of a model's parameters."""
+    made: Any = jax.eval_shape(task.init)
+    return made if isinstance(made, Params) else made[0]
+
+
+def _check_images_only(options: TrainOptions) -> None:
+    """Refuse options that mean nothing to a model of images."""
+    default = TrainOptions()
+    for name in ("layers", "heads", "context", "tied", "vocab_size"):
+        if getattr(options, name) != getattr(default, name):
+            raise ValueError(
+                f"--{name.replace('_', '-')} is for --model gpt; leave it out for {options.model}"
+            )
 
 
 def _check_processes(mesh: Mesh) -> None:

@@ -376,3 +376,35 @@ def test_skip_connections_travel_along_the_boundary():
     expected, wanted = nnx.jit(nnx.value_and_grad(whole))(model)
     grads = jax.tree.map(jnp.asarray, pipe.to_plain(grads))
     assert_same((loss, grads), (expected, nnx.to_pure_dict(wanted)), 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("wrt", "trained"),
+    [
+        (nnx.All(nnx.Param, nnx.Not(nnx.PathContains("stem"))), {"blocks", "head"}),
+        (nnx.All(nnx.Param, nnx.PathContains("head")), {"head"}),
+    ],
+)
+def test_paths_of_filters_begin_at_the_model(wrt, trained):
+    pipe = pipeline_from_nnx(MLP, **PARTS, wrt=wrt)
+    params, state = pipe.init(nnx.Rngs(0))
+    assert set(pipe.to_plain(params)) == trained
+    assert set(pipe.to_plain(params, state)) == {"stem", "blocks", "head"}
+
+
+def test_training_statistics_in_evaluation_are_of_the_whole_microbatch():
+    losses = []
+    for mesh in (make_mesh(2), make_mesh(2, 2)):
+        pipe = resnet(2)
+        params, state = pipe.init(nnx.Rngs(0))
+        evaluate = pipeline_evaluate(pipe.stages, classification_loss, mesh, has_aux=True)
+        losses.append(float(evaluate(params, *digits(2, 16), state)[0]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_functions_among_the_layers_are_refused():
+    def make(rngs):
+        return nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), nnx.relu, nnx.Linear(4, 4, rngs=rngs))
+
+    with pytest.raises(ValueError, match=r"layers\[1\] is a .*, not an nnx\.Module"):
+        pipeline_from_nnx(make, body="layers")

@@ -284,3 +284,47 @@ def test_variables_of_another_model_are_refused():
     del variables["params"]["embed"]
     with pytest.raises(ValueError, match=r"lack params\.embed\.embedding"):
         pipe.from_plain(variables)
+
+
+def test_functions_among_the_layers():
+    x = np.random.default_rng(0).normal(size=(3, 4, 5)).astype(np.float32)
+    model = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(8), nn.tanh, nn.Dense(3)])
+    pipe = pipeline_from_linen(model, x[0], body="layers", num_stages=2, split_points=[2])
+    variables = model.init(jax.random.key(0), x[0])
+    outputs = pipeline_predict(pipe.stages, make_mesh(2))(pipe.from_plain(variables), x)
+    np.testing.assert_allclose(outputs, model.apply(variables, x), rtol=1e-5, atol=1e-6)
+
+
+class Positions(nn.Module):
+    """Declares a parameter of its own, beside its parts."""
+
+    def setup(self):
+        self.pos = self.param("pos", nn.initializers.normal(), (7, 8))
+        self.embed = nn.Embed(11, 8)
+        self.blocks = [nn.Dense(8), nn.Dense(8)]
+        self.head = nn.Dense(3)
+
+    def stem(self, tokens):
+        return self.embed(tokens) + self.pos
+
+    def __call__(self, tokens):
+        x = self.stem(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_parameters_of_the_model_itself():
+    model, x = Positions(), np.random.default_rng(0).integers(0, 11, (3, 4, 7))
+    pipe = pipeline_from_linen(model, x[0], stem="stem", body="blocks", head="head")
+    variables = model.init(jax.random.key(0), x[0])
+    outputs = pipeline_predict(pipe.stages, make_mesh(2))(pipe.from_plain(variables), x)
+    np.testing.assert_allclose(outputs, model.apply(variables, x), rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_without_a_key_is_refused():
+    pipe = cut(Language(4, rate=0.5))
+    params, state = pipe.init(jax.random.key(0))
+    run = pipeline_value_and_grad(pipe.stages, loss, make_mesh(2))
+    with pytest.raises(ValueError, match=r"draws random numbers.*pass key="):
+        run(params, *tokens(2), state)

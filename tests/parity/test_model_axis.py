@@ -1,12 +1,14 @@
 """Parameters divided over the axes `model` and `data`: tensor parallelism and FSDP."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from parity import models
 from parity.cases import TOLERANCE, assert_same, reference_numbers
 
@@ -22,6 +24,7 @@ from jpipe.pipeline import (
     pipeline_predict,
     pipeline_value_and_grad,
 )
+from jpipe.reference import reference_value_and_grad
 from jpipe.schedule import SCHEDULES
 from jpipe.train_step import init_train_state, make_train_step
 
@@ -70,8 +73,6 @@ def test_bfloat16_with_three_axes():
 
 
 def with_fsdp(problem, mesh):
-    import dataclasses
-
     partition = fsdp(mesh, problem.params)
     return problem._replace(stages=dataclasses.replace(problem.stages, partition=partition))
 
@@ -95,8 +96,6 @@ def test_fsdp_of_stages_that_differ():
 @pytest.mark.parametrize("stages", [None, 2])
 def test_state_and_random_numbers_with_three_axes(stages):
     problem, state, key = models.carrying(4, 5, size=8, stages=stages)
-    from jpipe.reference import reference_value_and_grad
-
     run = reference_value_and_grad(problem.stages, problem.loss)
     loss, grads, updated = run(problem.params, problem.inputs, problem.targets, state, key)
     mesh = make_mesh(2, 2, 2)
@@ -139,6 +138,7 @@ def test_evaluation_with_three_axes():
     [
         (PartitionSpec(None, None, "model"), "8 does not divide over 3 devices"),
         (PartitionSpec(None, "stage"), "jpipe lays out itself"),
+        (PartitionSpec(None, None, None, "model"), "has more dims"),
     ],
 )
 def test_bad_annotations_are_refused(spec, words):
@@ -147,3 +147,18 @@ def test_bad_annotations_are_refused(spec, words):
     partition = Params(whole.stem, {"w": spec, "b": PartitionSpec()}, whole.head)
     with pytest.raises(ValueError, match=words):
         param_shardings(mesh, problem.params, partition)
+
+
+def test_one_dim_over_two_axes():
+    """Of which a mesh may have one, both or none."""
+    problem = models.mlp(2, 3, size=4)
+    spec = PartitionSpec(None, None, ("data", "model"))
+    whole = jax.tree.map(lambda _: PartitionSpec(), problem.params)
+    partition = Params(whole.stem, {"w": spec, "b": PartitionSpec()}, whole.head)
+    stages = dataclasses.replace(problem.stages, partition=partition)
+    problem = problem._replace(stages=stages)
+    expected = reference_numbers(problem)
+    two = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "data"))
+    for mesh in (make_mesh(2, 2, 2), make_mesh(2), two):
+        assert_same(numbers(problem, mesh), expected)
+    assert not any(jax.tree.leaves(fsdp(make_mesh(2), problem.params)))

@@ -223,3 +223,30 @@ def test_explicit_axes_over_which_xla_divides_the_work_are_refused():
     with jax.set_mesh(mesh):
         loss, _, _ = run(*batch, state, key)
     assert float(loss) == pytest.approx(float(reference(4, 3)[0]), rel=1e-6)
+
+
+def test_functions_that_return_no_pair_are_refused():
+    problem, state, key = models.carrying(2, 2)
+    stages = Stages(lambda p, s, x, k: x @ p["w"], *problem.stages.parts[1:], stateful=True)
+    run = pipeline_value_and_grad(stages, problem.loss, make_mesh(2))
+    with pytest.raises(ValueError, match=r"the stem returns.*must return a pair"):
+        run(problem.params, problem.inputs, problem.targets, state, key)
+
+
+def test_updates_of_blocks_must_be_stacked():
+    problem, state, key = models.carrying(2, 2)
+
+    def body(p, s, x, keys):
+        return x, {"norm": {"mean": jnp.zeros(()), "var": None}, "frozen": None}
+
+    stages = Stages(problem.stages.stem, body, problem.stages.head, stateful=True)
+    run = pipeline_value_and_grad(stages, problem.loss, make_mesh(2))
+    with pytest.raises(ValueError, match=r"state\.body\['norm'\]\['mean'\] is .*its update is"):
+        run(problem.params, problem.inputs, problem.targets, state, key)
+
+
+def test_an_empty_state_for_a_model_without_is_fine():
+    problem = models.mlp(2, 2)
+    run = pipeline_value_and_grad(problem.stages, problem.loss, make_mesh(2))
+    *_, state = run(problem.params, problem.inputs, problem.targets, Params({}, {}, {}))
+    assert not jax.tree.leaves(state)

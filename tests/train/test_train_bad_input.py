@@ -34,6 +34,14 @@ CASES = {
     ),
     "no images": (["--model", "resnet18", "--data", "{empty}"], ["empty.txt", ".npz"]),
     "two files of images": (["--model", "resnet18", "--data", "a", "b"], ["one .npz file"]),
+    "option of another model": (
+        ["--model", "resnet18", "--layers", "4"],
+        ["--layers is for --model gpt", "resnet18"],
+    ),
+    "cpu processes by themselves": (
+        ["--distributed", "--platform", "cpu"],
+        ["--distributed", "--num-processes"],
+    ),
     "too large a microbatch": (
         ["--model", "resnet18", "--batch-size", "2000", "--microbatches", "10"],
         ["200", "179 images"],
