@@ -162,10 +162,9 @@ class GPT(nnx.Module):
     """Embedding, blocks and head."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
-        with nnx.use_eager_sharding(False):  # the annotations matter on a mesh only
-            self.embedding = Embedding(config, rngs=rngs)
-            self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
-            self.head = Head(config, self.embedding.token, rngs=rngs)
+        self.embedding = Embedding(config, rngs=rngs)
+        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
+        self.head = Head(config, self.embedding.token, rngs=rngs)
 
     def __call__(self, tokens_BS: jax.Array) -> jax.Array:
         """Map int `[B, S]` tokens to the logits `[B, S, V]` of each next token."""
@@ -177,12 +176,12 @@ class GPT(nnx.Module):
 
 def _columns(init: nnx.Initializer) -> nnx.Initializer:
     """A kernel whose outputs are divided over `model`."""
-    return nnx.with_partitioning(init, (None, "model"))
+    return nnx.with_partitioning(init, (None, "model"), eager_sharding=False)
 
 
 def _rows(init: nnx.Initializer) -> nnx.Initializer:
     """A kernel whose inputs are divided over `model`."""
-    return nnx.with_partitioning(init, ("model", None))
+    return nnx.with_partitioning(init, ("model", None), eager_sharding=False)
 
 
 def _residual_init(config: GPTConfig) -> nnx.Initializer:

@@ -87,7 +87,11 @@ def plain_resnet(num_microbatches, size):
 
 @pytest.mark.parametrize(
     ("schedule", "num_stages", "num_data", "recompute"),
-    [("1f1b", 4, 1, "none"), ("1f1b", 2, 2, "stage"), ("1f1b-overlap", 3, 1, "block")],
+    [
+        pytest.param("1f1b", 4, 1, "none", marks=pytest.mark.slow),
+        ("1f1b", 2, 2, "stage"),
+        pytest.param("1f1b-overlap", 3, 1, "block", marks=pytest.mark.slow),
+    ],
 )
 def test_resnet_on_real_images_has_the_numbers_of_plain_flax(
     schedule, num_stages, num_data, recompute
@@ -107,7 +111,10 @@ def test_resnet_on_real_images_has_the_numbers_of_plain_flax(
     assert 0 <= int(aux["right"]) <= 48
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [s if s == "1f1b" else pytest.param(s, marks=pytest.mark.slow) for s in SCHEDULES],
+)
 def test_resnet_equals_one_device(schedule):
     pipe = resnet(4)
     params, state = pipe.init(nnx.Rngs(0))
@@ -164,8 +171,9 @@ def vit(**settings):
     )
 
 
-@pytest.mark.parametrize("mesh", [(4, 1), (2, 2), (1, 2)])
-@pytest.mark.parametrize("recompute", ["none", "stage"])
+@pytest.mark.parametrize(
+    ("mesh", "recompute"), [((4, 1), "none"), ((4, 1), "stage"), ((2, 2), "none")]
+)
 def test_vit_with_dropout_equals_one_device(mesh, recompute):
     pipe = vit(recompute=recompute)
     params, key = pipe.init(nnx.Rngs(0)), jax.random.key(1)

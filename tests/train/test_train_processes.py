@@ -83,7 +83,7 @@ def alone(tmp_path_factory):
     ("num_processes", "mesh"),
     [
         (2, "4"),
-        (2, "1x2"),
+        pytest.param(2, "1x2", marks=pytest.mark.slow),
         pytest.param(4, "4", marks=pytest.mark.slow),
     ],
 )

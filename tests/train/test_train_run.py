@@ -285,6 +285,7 @@ def test_resnet(tmp_path, capsys):
     assert float(terms.total / terms.weight) == pytest.approx(summary["validation_loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_images_of_ones_own(tmp_path):
     drawn = np.random.default_rng(0)
     labels = drawn.integers(0, 3, 100)
