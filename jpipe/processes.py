@@ -1,8 +1,5 @@
 """Several processes that run one program together, each with devices of its own."""
 
-import itertools
-import math
-import os
 from typing import Any
 
 import jax
@@ -13,8 +10,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jpipe.mesh import DATA
 
 Tree = Any
-
-_LEAST_THREADS = 16
 
 
 def connect(
@@ -51,9 +46,6 @@ def connect(
         if not host or not port.isdigit():
             raise ValueError(f"coordinator={coordinator!r} must be host:port, as in node0:7777")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # An exchange over the network holds a thread of XLA's until it is done. With as few threads as
-    # a small machine has cores, all may be held by exchanges that wait for one that has no thread.
-    os.environ.setdefault("NPROC", str(max(_LEAST_THREADS, os.cpu_count() or 1)))
     try:
         jax.distributed.initialize(coordinator, num_processes, process_id)
     except (ValueError, RuntimeError) as error:
@@ -61,46 +53,6 @@ def connect(
             f"the processes cannot be joined ({error}); give coordinator, num_processes and "
             "process_id"
         ) from error
-
-
-def introduce(mesh: Mesh) -> None:
-    """Let the devices of a mesh connect, group by group; of use on CPUs only.
-
-    XLA connects a group of CPU devices when it first has something to exchange, and a process
-    connects one group at a time: two processes that begin with different groups wait for each other
-    until the time is out. So each group exchanges something here, in one order for all.
-
-    Args:
-        mesh: the mesh; all processes must call this.
-    """
-    if jax.process_count() == 1 or mesh.devices.flat[0].platform != "cpu":
-        return
-    axes = range(mesh.devices.ndim)
-    for count in range(1, mesh.devices.ndim + 1):
-        for chosen in itertools.combinations(axes, count):
-            others = [axis for axis in axes if axis not in chosen]
-            size = math.prod(mesh.devices.shape[axis] for axis in chosen)
-            for group in mesh.devices.transpose(*others, *chosen).reshape(-1, size):
-                # XLA tells groups apart by order, too: that of the mesh, and that of the ids.
-                _exchange(list(group))
-                _exchange(sorted(group, key=lambda device: device.id))
-
-
-def _exchange(group: list[jax.Device]) -> None:
-    if all(device.process_index != jax.process_index() for device in group):
-        return
-    sharding = NamedSharding(Mesh(np.array(group), ("group",)), PartitionSpec("group"))
-    local = [d for d in group if d.process_index == jax.process_index()]
-    ones = jax.make_array_from_single_device_arrays(
-        (len(group),), sharding, [jax.device_put(np.ones(1, np.float32), d) for d in local]
-    )
-    total = jax.shard_map(
-        lambda x: jax.lax.psum(x, "group"),
-        mesh=sharding.mesh,
-        in_specs=PartitionSpec("group"),
-        out_specs=PartitionSpec(),
-    )
-    jax.block_until_ready(jax.jit(total)(ones))
 
 
 def is_main() -> bool:

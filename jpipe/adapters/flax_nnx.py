@@ -69,18 +69,11 @@ def pipeline_from_nnx(
 
     model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     modules = _find_parts(model, stem, body, head)
-    places = {
-        id(node): path
-        for path, node in nnx.iter_graph(model)
-        if isinstance(node, nnx.Variable) and not _is_random(node)
-    }
+    variables = {path: node for path, node in _variables(model).items() if not _is_random(node)}
+    places = {id(node): path for path, node in variables.items()}
     _check_covered(places, modules)
     is_trained = nnx.filterlib.to_predicate(wrt)
-    trained = {
-        path
-        for path, node in nnx.iter_graph(model)
-        if isinstance(node, nnx.Variable) and not _is_random(node) and is_trained(path, node)
-    }
+    trained = {path for path, node in variables.items() if is_trained(path, node)}
     first, *blocks, last = (_layer(name, module, trained, places) for name, module in modules)
 
     def init(rngs: nnx.Rngs) -> dict[Path, Any]:
@@ -101,9 +94,7 @@ def pipeline_from_nnx(
 
 def _layer(name: str, module: nnx.Module, trained: set[Path], places: dict[int, Path]) -> Layer:
     random, others = (flat(nnx.to_pure_dict(s)) for s in nnx.split(module, nnx.RngState, ...)[1:])
-    variables = {
-        path: node for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Variable)
-    }
+    variables = _variables(module)
     params = {p: leaf for p, leaf in others.items() if places[id(variables[p])] in trained}
     state = {p: leaf for p, leaf in others.items() if p not in params}
     evaluated = nnx.merge(*nnx.split(module))
@@ -149,6 +140,10 @@ def _part(
         return y, {path: leaf for path, leaf in after.items() if path not in trained}
 
     return keep_changed(name, known, call)
+
+
+def _variables(module: nnx.Module) -> dict[Path, nnx.Variable[Any]]:
+    return {path: node for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Variable)}
 
 
 def _has_drawn(module: nnx.Module, before: dict[Path, Any]) -> bool:

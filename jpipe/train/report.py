@@ -1,5 +1,6 @@
 """What the user sees of a run."""
 
+import itertools
 import math
 
 import jax
@@ -8,11 +9,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import jpipe
+from jpipe.adapters import FlaxPipeline
 from jpipe.memory import Memory, format_bytes
 from jpipe.mesh import STAGE, describe_mesh
 from jpipe.schedule import CostModel, draw_text, simulate_schedule
 from jpipe.train.setup import Setup
-from jpipe.train.task import describe_split
 
 
 def print_header(
@@ -56,6 +57,21 @@ def print_header(
     picture = draw_text(setup.schedule, width=console.width)
     console.print(picture, no_wrap=True, overflow="crop")
     console.print()
+
+
+def describe_split(model: FlaxPipeline, num_stages: int) -> str:
+    """Which stage has which blocks, in one line."""
+    if model.split_points is None:
+        return f"{model.num_blocks // num_stages} blocks each"
+    ends = [0, *model.split_points, model.num_blocks]
+    ranges = [f"{a}-{b - 1}" if b - a > 1 else f"{a}" for a, b in itertools.pairwise(ends)]
+    if model.stage_flops is None:
+        return f"blocks {', '.join(ranges)}"
+    most = max(model.stage_flops) / (sum(model.stage_flops) / num_stages)
+    return (
+        f"blocks {', '.join(ranges)}, balanced by operations: the most on one stage is "
+        f"{most:.2f} times the mean"
+    )
 
 
 def describe_memory(pipelined: Memory, alone: Memory | None) -> str:

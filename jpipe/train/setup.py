@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 import jpipe
 from jpipe.mesh import DATA, MODEL, STAGE, make_mesh, parse_mesh
 from jpipe.pipeline import Params, param_shardings
-from jpipe.processes import introduce, is_main, own_rows
+from jpipe.processes import is_main, own_rows
 from jpipe.schedule import Schedule, check_schedule, make_schedule
 from jpipe.train.devices import Devices, choose_devices
 from jpipe.train.language import LanguageTask
@@ -81,7 +81,6 @@ def prepare(options: TrainOptions) -> Setup:
     devices = choose_devices(axes, options)
     mesh = make_mesh(num_stages, axes[DATA], axes[MODEL], devices=devices.devices)
     _check_processes(mesh)
-    introduce(mesh)
     rows = own_rows(mesh, microbatch_size)
     task.place(mesh, rows)
     param_shardings(mesh, _params(task), task.model.stages.partition)  # refuses what cannot lie so

@@ -1,6 +1,5 @@
 """What a run learns: model, loss and data, behind one interface for all kinds."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -85,19 +84,4 @@ def cut(
         recompute=options.recompute,
         num_stages=mesh.shape[STAGE],
         inputs=inputs,
-    )
-
-
-def describe_split(model: FlaxPipeline, num_stages: int) -> str:
-    """Which stage has which blocks, in one line."""
-    if model.split_points is None:
-        return f"{model.num_blocks // num_stages} blocks each"
-    ends = [0, *model.split_points, model.num_blocks]
-    ranges = [f"{a}-{b - 1}" if b - a > 1 else f"{a}" for a, b in itertools.pairwise(ends)]
-    if model.stage_flops is None:
-        return f"blocks {', '.join(ranges)}"
-    most = max(model.stage_flops) / (sum(model.stage_flops) / num_stages)
-    return (
-        f"blocks {', '.join(ranges)}, balanced by operations: the most on one stage is "
-        f"{most:.2f} times the mean"
     )
