@@ -19,7 +19,6 @@ class TokenBatches(ShuffledBatches):
         context: S.
         microbatch_size: B. A microbatch may hold the end of one epoch and the start of the next.
         seed: decides the order.
-        rows: which of the B examples to read, see `ShuffledBatches`.
 
     Raises:
         ValueError: if an argument is out of range or the text does not fill one window.
@@ -32,7 +31,6 @@ class TokenBatches(ShuffledBatches):
         context: int,
         microbatch_size: int,
         seed: int = 0,
-        rows: range | None = None,
     ) -> None:
         windows = Windows(train, context, "training")
         self._num_windows = len(windows)
@@ -41,7 +39,6 @@ class TokenBatches(ShuffledBatches):
             microbatch_size=microbatch_size,
             seed=seed,
             identity={"context": context, "seed": seed, "data_crc32": _fingerprint(windows)},
-            rows=rows,
         )
 
     @property
@@ -49,11 +46,12 @@ class TokenBatches(ShuffledBatches):
         """Examples in an epoch."""
         return self._num_windows
 
-    def next_step(self, num_microbatches: int) -> Batch:
+    def next_step(self, num_microbatches: int, rows: range | None = None) -> Batch:
         """Draw the microbatches of one step.
 
         Args:
             num_microbatches: M.
+            rows: which of the B examples to read; None for all.
 
         Returns:
             Inputs and targets, int32 `[M, B, S]`, or as many of the B as are read here.
@@ -61,7 +59,7 @@ class TokenBatches(ShuffledBatches):
         Raises:
             ValueError: if `num_microbatches` is below 1.
         """
-        return as_batch(super().next_step(num_microbatches))
+        return as_batch(super().next_step(num_microbatches, rows))
 
 
 def _fingerprint(windows: Windows) -> int:

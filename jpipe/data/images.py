@@ -82,24 +82,20 @@ class ImageBatches(ShuffledBatches):
         train: the images.
         microbatch_size: B.
         seed: decides the order.
-        rows: which of the B examples to read, see `ShuffledBatches`.
     """
 
-    def __init__(
-        self, train: Labelled, *, microbatch_size: int, seed: int = 0, rows: range | None = None
-    ) -> None:
+    def __init__(self, train: Labelled, *, microbatch_size: int, seed: int = 0) -> None:
         crc = zlib.crc32(train.labels.tobytes(), zlib.crc32(train.images.tobytes()))
         super().__init__(
             _Pairs(train),
             microbatch_size=microbatch_size,
             seed=seed,
             identity={"seed": seed, "data_crc32": crc},
-            rows=rows,
         )
 
-    def next_step(self, num_microbatches: int) -> Labelled:
-        """Draw the microbatches of one step: `[M, B, ...]`."""
-        return Labelled(*super().next_step(num_microbatches))
+    def next_step(self, num_microbatches: int, rows: range | None = None) -> Labelled:
+        """Draw the microbatches of one step: `[M, B, ...]`, or these rows of the B."""
+        return Labelled(*super().next_step(num_microbatches, rows))
 
 
 class _Pairs:

@@ -29,8 +29,6 @@ class ShuffledBatches:
         microbatch_size: B. A microbatch may hold the end of one epoch and the start of the next.
         seed: decides the order.
         identity: what the cursor counts in, beside the microbatch size; fit for JSON.
-        rows: which of the B examples of each microbatch to read; None for all. Processes that read
-            different rows read one batch together.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -43,7 +41,6 @@ class ShuffledBatches:
         microbatch_size: int,
         seed: int,
         identity: Mapping[str, int],
-        rows: range | None = None,
     ) -> None:
         if microbatch_size < 1:
             raise ValueError(f"microbatch_size={microbatch_size} must be at least 1")
@@ -53,15 +50,16 @@ class ShuffledBatches:
         shuffle_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
         self._examples = grain.MapDataset.source(source).shuffle(seed=shuffle_seed).repeat()
         self._microbatch_size = microbatch_size
-        self._rows = range(microbatch_size) if rows is None else rows
         self._identity = dict(identity)
         self._next_index = 0
 
-    def next_step(self, num_microbatches: int) -> Any:
+    def next_step(self, num_microbatches: int, rows: range | None = None) -> Any:
         """Draw the microbatches of one step.
 
         Args:
             num_microbatches: M.
+            rows: which of the B examples of each microbatch to read; None for all. Processes that
+                read different rows read one batch together.
 
         Returns:
             Examples stacked to `[M, rows read, ...]`.
@@ -71,9 +69,10 @@ class ShuffledBatches:
         """
         if num_microbatches < 1:
             raise ValueError(f"num_microbatches={num_microbatches} must be at least 1")
+        rows = range(self._microbatch_size) if rows is None else rows
         first, self._next_index = self._next_index, self._next_index + num_microbatches
         drawn = [
-            [self._examples[i * self._microbatch_size + row] for row in self._rows]
+            [self._examples[i * self._microbatch_size + row] for row in rows]
             for i in range(first, self._next_index)
         ]
         if isinstance(drawn[0][0], tuple):

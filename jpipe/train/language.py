@@ -12,15 +12,15 @@ from jpipe.models import GPT, GPTConfig, next_token_loss
 from jpipe.pipeline import Loss, Params
 from jpipe.train.options import TrainOptions
 from jpipe.train.sample import sample_tokens
-from jpipe.train.task import Yardstick, cut
+from jpipe.train.task import Task, Yardstick
 
 _PROMPT = 64
 _SAMPLE = 256
 _SAMPLE_TOKENS = 2**17  # seen in all, for each token sampled the model sees a whole context
 
 
-class LanguageTask:
-    """See `jpipe.train.task.Task`.
+class LanguageTask(Task):
+    """See `Task`.
 
     Args:
         options: of the run.
@@ -30,10 +30,11 @@ class LanguageTask:
         ValueError: if the options do not fit each other or the text.
     """
 
+    stem = "embedding"
     loss: Loss = staticmethod(next_token_loss)
 
     def __init__(self, options: TrainOptions, microbatch_size: int) -> None:
-        self._options = options
+        self.options = options
         self.tokens = load_tokens(options.data, options.vocab_size)
         self.config = GPTConfig(
             vocab_size=self.tokens.vocab_size,
@@ -43,8 +44,12 @@ class LanguageTask:
             heads=options.heads,
             tied=options.tied,
         )
-        # Made once more when the rows of this process are known: what is wrong is said before.
-        self._batches = self._make_batches(microbatch_size, None)
+        self.batches = TokenBatches(
+            self.tokens.train,
+            context=options.context,
+            microbatch_size=microbatch_size,
+            seed=options.seed,
+        )
         windows = validation_windows(
             self.tokens.validation, context=options.context, microbatch_size=microbatch_size
         )
@@ -53,20 +58,6 @@ class LanguageTask:
         self.items_per_example = options.context
         self.inputs = jax.ShapeDtypeStruct((microbatch_size, options.context), np.int32)
         self.targets = self.inputs
-
-    def place(self, mesh: Mesh, rows: range) -> None:
-        """Cut the model for a mesh, and read these rows of each microbatch only."""
-        self.model = cut(self._make_model, self._options, mesh, self.inputs, stem="embedding")
-        self._batches = self._make_batches(self.inputs.shape[0], rows)
-
-    def init(self) -> Any:
-        """Fresh variables, the same on every mesh; to be traced."""
-        return self.model.init(nnx.Rngs(self._options.seed))
-
-    def next_step(self) -> tuple[Any, Any]:
-        """Inputs and targets of the next step."""
-        inputs, targets = self._batches.next_step(self._options.microbatches)
-        return inputs, targets
 
     def facts(self) -> dict[str, str]:
         """What to say of model and data."""
@@ -89,7 +80,7 @@ class LanguageTask:
 
     def show(self, mesh: Mesh, params: Params) -> tuple[str, str, str]:
         """A prompt from the validation text, and what the model writes after it."""
-        options = self._options
+        options = self.options
         length = max(1, min(_SAMPLE, _SAMPLE_TOKENS // options.context))
         prompt = self.validation[0][0, 0, : min(_PROMPT, options.context)]
         added = sample_tokens(
@@ -110,14 +101,6 @@ class LanguageTask:
         title = f"a sample: {length} {self.item}s after a prompt from the validation text"
         return title, before, after
 
-    def _make_model(self, rngs: nnx.Rngs) -> GPT:
+    def make_model(self, rngs: nnx.Rngs) -> GPT:
+        """The model itself."""
         return GPT(self.config, rngs=rngs)
-
-    def _make_batches(self, microbatch_size: int, rows: range | None) -> TokenBatches:
-        return TokenBatches(
-            self.tokens.train,
-            context=self._options.context,
-            microbatch_size=microbatch_size,
-            seed=self._options.seed,
-            rows=rows,
-        )

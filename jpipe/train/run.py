@@ -142,7 +142,9 @@ class Run:
                 if interrupt.requested:
                     break
                 started = time.perf_counter()
-                batch = place_batch(setup.mesh, setup.task.next_step(), setup.microbatch_size)
+                batch = place_batch(
+                    setup.mesh, setup.task.next_step(setup.rows), setup.microbatch_size
+                )
                 state, metrics = programs.step(state, *batch)
                 loss, grad_norm = float(metrics.loss), float(metrics.grad_norm)
                 rate = items / (time.perf_counter() - started)

@@ -82,7 +82,7 @@ def prepare(options: TrainOptions) -> Setup:
     mesh = make_mesh(num_stages, axes[DATA], axes[MODEL], devices=devices.devices)
     _check_processes(mesh)
     rows = own_rows(mesh, microbatch_size)
-    task.place(mesh, rows)
+    task.place(mesh)
     param_shardings(mesh, _params(task), task.model.stages.partition)  # refuses what cannot lie so
     return Setup(
         options=options,

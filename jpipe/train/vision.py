@@ -7,20 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
 
 from jpipe.data import ImageBatches, Labelled, load_images
 from jpipe.models import ResNet, ResNetConfig, classification_loss
-from jpipe.pipeline import Loss, Params
+from jpipe.pipeline import Loss
 from jpipe.train.options import RESNETS, TrainOptions
-from jpipe.train.task import Yardstick, cut
+from jpipe.train.task import Task, Yardstick
 
 _SMALL = 32  # pixels
 _LINEAR_STEPS = 200
 
 
-class VisionTask:
-    """See `jpipe.train.task.Task`.
+class VisionTask(Task):
+    """See `Task`.
 
     Args:
         options: of the run.
@@ -30,12 +29,13 @@ class VisionTask:
         ValueError: if the options do not fit each other or the images.
     """
 
+    stem = "stem"
     loss: Loss = staticmethod(classification_loss)
     item = "image"
     items_per_example = 1
 
     def __init__(self, options: TrainOptions, microbatch_size: int) -> None:
-        self._options = options
+        self.options = options
         self._data = load_images(options.data)
         shape = self._data.train.images.shape[1:]
         self.config = ResNetConfig(
@@ -45,24 +45,12 @@ class VisionTask:
             width=options.width,
             small_images=max(shape[:2]) <= _SMALL,
         )
-        self._batches = self._make_batches(microbatch_size, None)
+        self.batches = ImageBatches(
+            self._data.train, microbatch_size=microbatch_size, seed=options.seed
+        )
         self.validation: tuple[Any, Any] = _in_microbatches(self._data.validation, microbatch_size)
         self.inputs = jax.ShapeDtypeStruct((microbatch_size, *shape), np.float32)
         self.targets = jax.ShapeDtypeStruct((microbatch_size,), np.int32)
-
-    def place(self, mesh: Mesh, rows: range) -> None:
-        """Cut the model for a mesh, and read these rows of each microbatch only."""
-        self.model = cut(self._make_model, self._options, mesh, self.inputs, stem="stem")
-        self._batches = self._make_batches(self.inputs.shape[0], rows)
-
-    def init(self) -> Any:
-        """Fresh variables, the same on every mesh; to be traced."""
-        return self.model.init(nnx.Rngs(self._options.seed))
-
-    def next_step(self) -> tuple[Any, Any]:
-        """Inputs and targets of the next step."""
-        images, labels = self._batches.next_step(self._options.microbatches)
-        return images, labels
 
     def facts(self) -> dict[str, str]:
         """What to say of model and data."""
@@ -98,19 +86,9 @@ class VisionTask:
         found = loss(fit(*train), *(jnp.asarray(a) for a in validation))
         return Yardstick("linear model", float(found))
 
-    def show(self, mesh: Mesh, params: Params) -> None:
-        """Nothing."""
-
-    def _make_model(self, rngs: nnx.Rngs) -> ResNet:
+    def make_model(self, rngs: nnx.Rngs) -> ResNet:
+        """The model itself."""
         return ResNet(self.config, rngs=rngs)
-
-    def _make_batches(self, microbatch_size: int, rows: range | None) -> ImageBatches:
-        return ImageBatches(
-            self._data.train,
-            microbatch_size=microbatch_size,
-            seed=self._options.seed,
-            rows=rows,
-        )
 
 
 def _in_microbatches(data: Labelled, size: int) -> tuple[Any, Any]:

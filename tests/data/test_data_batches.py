@@ -161,3 +161,13 @@ def test_no_thread_is_started():
     batches = TokenBatches(text(1000), context=4, microbatch_size=2)
     batches.next_step(10)
     assert threading.active_count() == before
+
+
+def test_processes_read_one_batch_together():
+    whole = TokenBatches(text(500), context=3, microbatch_size=6).next_step(4)
+    parts = [
+        TokenBatches(text(500), context=3, microbatch_size=6).next_step(4, rows)
+        for rows in (range(2), range(2, 6))
+    ]
+    for k in range(2):
+        np.testing.assert_array_equal(np.concatenate([p[k] for p in parts], 1), whole[k])
