@@ -12,7 +12,7 @@ from jpipe.pipeline.keys import block_keys, microbatch_keys
 from jpipe.pipeline.losses import Loss, LossTerms
 from jpipe.pipeline.per_stage import PerStage
 from jpipe.pipeline.stages import Params, Part, Stages, Tree, no_state, num_blocks, shapes_of
-from jpipe.pipeline.state import check_part_updates, check_updates
+from jpipe.pipeline.state import check_updates
 from jpipe.schedule.table import Op, Schedule
 
 
@@ -46,8 +46,7 @@ def check_divided(mesh: Mesh, manual: frozenset[str]) -> None:
         raise ValueError(
             f"the mesh axis {' and '.join(map(repr, axes))} has the type {types[axes[0]].name}, "
             "but XLA divides the work over it, for a model with state, random numbers or "
-            "annotations; "
-            "make the mesh with jpipe.mesh.make_mesh, or with axis_types=AxisType.Auto"
+            "annotations; make the mesh with jpipe.mesh.make_mesh, or with axis_types=AxisType.Auto"
         )
 
 
@@ -267,9 +266,9 @@ def check_stages(
     else:
         of_body = _check_equal_stages(body, params.body, state.body, x, keys.body, mesh)
     outputs, of_head = _trace("the head", head, params.head, state.head, x, keys.head)
-    updates = Params(of_stem, of_body, of_head)
-    check_updates(state, updates)
-    return Found(outputs, updates)
+    check_updates("stem", state.stem, of_stem)
+    check_updates("head", state.head, of_head)
+    return Found(outputs, Params(of_stem, of_body, of_head))
 
 
 def _check_equal_stages(
@@ -292,7 +291,7 @@ def _check_equal_stages(
             f"the output of stage 0 does not fit the input of {after}: the body makes "
             f"{_describe(y)} of {_describe(x)}; it must keep structure, shapes and dtypes"
         )
-    check_part_updates("body", own_state, updates)
+    check_updates("body", own_state, updates)
     return resized(updates, lambda n: n * num_stages)
 
 
@@ -347,6 +346,7 @@ def _check_each_stage(
         updates.append(new)
         before = f"stage {s}"
         _check_floating(before, x)
+    check_updates("body", state, PerStage(*updates))
     return x, PerStage(*updates)
 
 

@@ -1,27 +1,24 @@
 """Losses and outputs of a pipelined model, without gradients."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.mesh import STAGE, has_explicit_axes
 from jpipe.pipeline import checks, stash
-from jpipe.pipeline.examples import check_examples, counted, from_microbatches, to_microbatches
-from jpipe.pipeline.forward import run_forward
-from jpipe.pipeline.layout import (
-    batch_spec,
-    gather_params,
-    lay_out,
-    manual_axes,
-    only,
-    only_axes,
-    param_specs,
+from jpipe.pipeline.examples import (
+    check_examples,
+    counted,
+    from_microbatches,
+    to_microbatches,
+    which_count,
 )
+from jpipe.pipeline.forward import run_forward
+from jpipe.pipeline.layout import batch_spec
 from jpipe.pipeline.losses import Loss, LossTerms, add_terms, loss_terms, no_terms
-from jpipe.pipeline.stages import Params, Stages, Tree, shapes_of
+from jpipe.pipeline.placed import Placed
+from jpipe.pipeline.stages import Params, Stages, Tree
 from jpipe.pipeline.state import Variables
 
 
@@ -66,12 +63,11 @@ def pipeline_evaluate(
         if microbatch_size is not None:
             count = check_examples(microbatch_size, inputs=inputs, targets=targets)
             inputs, targets = to_microbatches((inputs, targets), microbatch_size)
-            places = jnp.arange(count + -count % microbatch_size).reshape(-1, microbatch_size)
-            targets, own_loss = (targets, places < count), counted(loss)
+            targets = targets, which_count(count, microbatch_size)
+            own_loss = counted(loss)
         checks.check_batch(mesh, inputs=inputs, targets=targets)
-        run = _Forward(stages, mesh, params, state, inputs, key)
-        checks.check_loss(own_loss, run.outputs, targets, has_aux=has_aux)
-        _, targets = lay_out(mesh, (), (), targets)
+        placed = Placed(stages, mesh, params, state, inputs, key, moves=False)
+        checks.check_loss(own_loss, placed.outputs, targets, has_aux=has_aux)
 
         def on_stage(
             variables: Variables, key: jax.Array | None, inputs: Tree, targets: Tree
@@ -85,11 +81,20 @@ def pipeline_evaluate(
             def nothing(outputs: Tree) -> LossTerms:
                 return no_terms(jax.eval_shape(terms_of, outputs, 0))
 
-            terms = run.on_stage(variables, key, inputs, add, nothing)
-            total, weight, aux = jax.lax.psum(terms, tuple(run.manual))
+            terms = run_forward(
+                stages.parts,
+                mesh.shape[STAGE],
+                placed.gather(variables),
+                placed.body_shapes,
+                key,
+                inputs,
+                add,
+                nothing,
+            )
+            total, weight, aux = jax.lax.psum(terms, tuple(placed.manual))
             return (total / weight, aux) if has_aux else total / weight
 
-        return run.shard_map(on_stage, PartitionSpec(), targets)
+        return placed.run(on_stage, PartitionSpec(), targets)
 
     return jax.jit(evaluate)
 
@@ -122,8 +127,8 @@ def pipeline_predict(
             count = check_examples(microbatch_size, inputs=inputs)
             inputs = to_microbatches(inputs, microbatch_size)
         num_microbatches = checks.check_batch(mesh, inputs=inputs)
-        run = _Forward(stages, mesh, params, state, inputs, key)
-        checks.check_outputs(run.outputs)
+        placed = Placed(stages, mesh, params, state, inputs, key, moves=False)
+        checks.check_outputs(placed.outputs)
 
         def on_stage(variables: Variables, key: jax.Array | None, inputs: Tree) -> Tree:
             def keep(buffers: Tree, outputs: Tree, i: jax.Array) -> Tree:
@@ -132,12 +137,19 @@ def pipeline_predict(
             def nothing(outputs: Tree) -> Tree:
                 return stash.empty(num_microbatches, outputs)
 
-            kept = run.on_stage(variables, key, inputs, keep, nothing)
+            kept = run_forward(
+                stages.parts,
+                mesh.shape[STAGE],
+                placed.gather(variables),
+                placed.body_shapes,
+                key,
+                inputs,
+                keep,
+                nothing,
+            )
             return jax.tree.map(lambda a: a[None], kept)
 
-        by_stage = run.shard_map(
-            on_stage, PartitionSpec(STAGE, *only(run.manual, batch_spec(mesh)))
-        )
+        by_stage = placed.run(on_stage, PartitionSpec(STAGE, *batch_spec(mesh)))
         if has_explicit_axes(mesh):  # which cannot index a dim that is sharded
             whole = NamedSharding(mesh, PartitionSpec(None, *batch_spec(mesh)))
             by_stage = jax.tree.map(lambda a: jax.reshard(a, whole), by_stage)
@@ -145,63 +157,3 @@ def pipeline_predict(
         return outputs if microbatch_size is None else from_microbatches(outputs, count)
 
     return jax.jit(predict)
-
-
-class _Forward:
-    """What evaluation and prediction share: one pass of checked arguments through the pipeline."""
-
-    def __init__(
-        self,
-        stages: Stages,
-        mesh: Mesh,
-        params: Params,
-        state: Params | None,
-        inputs: Tree,
-        key: jax.Array | None,
-    ) -> None:
-        params = stages.tied(checks.as_params(params))
-        state = checks.as_state(stages, params, state, key)
-        checks.check_params(params, state, mesh)
-        found = checks.check_stages(stages, params, state, inputs, key, mesh)
-        self.outputs = found.outputs
-        partition = stages.tied_partition
-        self.manual = manual_axes(mesh, found.updates, key, partition)
-        checks.check_divided(mesh, self.manual)
-        variables = Variables(params, state, jax.tree.map(lambda _: None, state))
-        self._parts, self._mesh, self._key = stages.parts, mesh, key
-        of_state = (param_specs(mesh, kind) for kind in variables[1:])
-        self._specs = Variables(param_specs(mesh, params, partition), *of_state)
-        self._body_shapes = shapes_of(variables.part("body"))
-        self._variables, self._inputs = lay_out(mesh, variables, self._specs, inputs)
-
-    def on_stage(
-        self,
-        variables: Variables,
-        key: jax.Array | None,
-        inputs: Tree,
-        consume: Callable[[Any, Tree, jax.Array], Any],
-        nothing: Callable[[Tree], Any],
-    ) -> Any:
-        """Run on one device, see `run_forward`."""
-        own = Variables(*map(gather_params, variables, self._specs))
-        stages = self._mesh.shape[STAGE]
-        return run_forward(
-            self._parts, stages, own, self._body_shapes, key, inputs, consume, nothing
-        )
-
-    def shard_map(self, on_stage: Callable[..., Any], out: PartitionSpec, *batch: Tree) -> Any:
-        """Call a function of variables, key, inputs and more of the batch on every device."""
-        spec = only(self.manual, batch_spec(self._mesh))
-        return jax.shard_map(
-            on_stage,
-            mesh=self._mesh,
-            in_specs=(
-                only_axes(self.manual, self._specs),
-                PartitionSpec(),
-                spec,
-                *[spec] * len(batch),
-            ),
-            out_specs=out,
-            axis_names=self.manual,
-            check_vma=False,
-        )(self._variables, self._key, self._inputs, *batch)

@@ -55,6 +55,11 @@ def to_microbatches(tree: Tree, size: int) -> Tree:
     return jax.tree.map(cut, tree)
 
 
+def which_count(count: int, size: int) -> jax.Array:
+    """Which of the examples of microbatches are real, bool `[M, size]`."""
+    return (jnp.arange(count + -count % size) < count).reshape(-1, size)
+
+
 def from_microbatches(tree: Tree, count: int) -> Tree:
     """The inverse: the first `count` examples of `[M, size, ...]` arrays."""
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:count], tree)

@@ -8,21 +8,12 @@ from jax.sharding import Mesh, PartitionSpec
 from jpipe.mesh import STAGE
 from jpipe.pipeline import checks
 from jpipe.pipeline.executor import Executor
-from jpipe.pipeline.layout import (
-    batch_spec,
-    gather_params,
-    lay_out,
-    manual_axes,
-    only,
-    only_axes,
-    param_specs,
-    reduce_grads,
-    share_state,
-)
+from jpipe.pipeline.layout import lay_out, reduce_grads, share_state
 from jpipe.pipeline.losses import Loss
+from jpipe.pipeline.placed import Placed
 from jpipe.pipeline.retrace import warn_if_compiled_again
-from jpipe.pipeline.stages import Params, Stages, Tree, shapes_of
-from jpipe.pipeline.state import State, Variables, cut_state
+from jpipe.pipeline.stages import Params, Stages, Tree
+from jpipe.pipeline.state import State, Variables
 from jpipe.schedule.check import check_schedule
 from jpipe.schedule.registry import make_schedule
 from jpipe.schedule.table import Schedule
@@ -82,61 +73,42 @@ def pipeline_value_and_grad(
         key: jax.Array | None = None,
     ) -> tuple[Any, ...]:
         stored = checks.as_params(params)
-        params = stages.tied(stored)
-        had_state, state = state is not None, checks.as_state(stages, params, state, key)
         num_microbatches = checks.check_batch(mesh, inputs=inputs, targets=targets)
         table = schedule
         if isinstance(table, str):
             table = make_schedule(table, mesh.shape[STAGE], num_microbatches)
         checks.check_schedule_fits(table, mesh, num_microbatches)
-        checks.check_params(params, state, mesh)
-        found = checks.check_stages(stages, params, state, inputs, key, mesh)
-        checks.check_loss(loss, found.outputs, targets, has_aux=has_aux)
-        leaves = jax.tree.leaves((params, state, inputs, targets))
+        placed = Placed(stages, mesh, stored, state, inputs, key, moves=True)
+        checks.check_loss(loss, placed.outputs, targets, has_aux=has_aux)
+        leaves = jax.tree.leaves((placed.variables, inputs, targets))
         shapes = tuple((a.shape, str(a.dtype)) for a in leaves)
         warn_if_compiled_again(stages, loss, table.name, mesh, shapes)
-
-        moving, constant = cut_state(state, found.updates)
-        variables = Variables(params, constant, moving)
-        partition = stages.tied_partition
-        manual = manual_axes(mesh, moving, key, partition)
-        checks.check_divided(mesh, manual)
-        specs = Variables(
-            param_specs(mesh, params, partition),
-            param_specs(mesh, constant),
-            param_specs(mesh, moving),
-        )
-        body_shapes = shapes_of(variables.part("body"))
-        variables, inputs, targets = lay_out(mesh, variables, specs, inputs, targets)
-        inner = only_axes(manual, specs)
 
         def on_stage(
             variables: Variables, key: jax.Array | None, inputs: Tree, targets: Tree
         ) -> tuple[Any, Params, Params]:
-            own = Variables(*map(gather_params, variables, specs))
+            own, shapes = placed.gather(variables), placed.body_shapes
             terms, grads, moving = Executor(
-                stages.parts, loss, table, STAGE, own, body_shapes, key, inputs, targets
+                stages.parts, loss, table, STAGE, own, shapes, key, inputs, targets
             ).run()
-            total, weight, aux = jax.lax.psum(terms, tuple(manual))  # 0 but on the last stage
+            total, weight, aux = jax.lax.psum(
+                terms, tuple(placed.manual)
+            )  # 0 but on the last stage
             # So far the gradients are of the total divided by M.
             scale = num_microbatches / weight
-            grads = reduce_grads(grads, variables.params, specs.params, manual)
+            grads = reduce_grads(grads, variables.params, placed.specs.params, placed.manual)
             grads = jax.tree.map(lambda g: g * scale, grads)
-            moving = share_state(moving, variables.moving, specs.moving)
+            moving = share_state(moving, variables.moving, placed.specs.moving)
             return ((total / weight, aux) if has_aux else total / weight), grads, moving
 
-        batch = only(manual, batch_spec(mesh))
-        value, grads, moving = jax.shard_map(
-            on_stage,
-            mesh=mesh,
-            in_specs=(inner, PartitionSpec(), batch, batch),
-            out_specs=(PartitionSpec(), inner.params, inner.moving),
-            axis_names=manual,
-            check_vma=False,
-        )(variables, key, inputs, targets)
-        if partition is not None:
+        specs = placed.specs
+        out_specs = (PartitionSpec(), specs.params, specs.moving)
+        value, grads, moving = placed.run(on_stage, out_specs, targets)
+        if stages.partition is not None:
             (grads,) = lay_out(mesh, grads, specs.params)
         grads = stages.tied_back(grads, stored)
-        return (value, grads, State(moving, constant).whole()) if had_state else (value, grads)
+        if state is None:
+            return value, grads
+        return value, grads, State(moving, placed.variables.constant).whole()
 
     return jax.jit(value_and_grad)

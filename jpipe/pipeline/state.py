@@ -5,8 +5,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jpipe.pipeline.stages import Params
-
 Tree = Any
 
 
@@ -59,22 +57,17 @@ def cut_state(state: Tree, updates: Tree) -> State:
     )
 
 
-def check_updates(state: Params, updates: Params) -> None:
+def check_updates(part: str, state: Tree, updates: Tree) -> None:
     """Refuse updates that do not fit what they replace.
 
     Args:
+        part: `stem`, `body` or `head`, whose they are.
         state: arrays, or their shapes and dtypes.
         updates: the same for the updates, with None where nothing changes.
 
     Raises:
         ValueError: naming both.
     """
-    for part, old, new in zip(Params._fields, state, updates, strict=True):
-        check_part_updates(part, old, new)
-
-
-def check_part_updates(part: str, state: Tree, updates: Tree) -> None:
-    """The same for `stem`, `body` or `head`."""
     structure: Any
     paths, structure = jax.tree_util.tree_flatten_with_path(state)
     try:
