@@ -1,9 +1,7 @@
 """Wrong input is refused by name, with the remedy, before anything compiles."""
 
-import contextlib
 import dataclasses
 import re
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -11,70 +9,29 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from parity import models
-from parity.cases import assert_same, reference_numbers
+from pipeline.small import (
+    MICROBATCHES,
+    SIZE,
+    STAGES,
+    changed,
+    compilations,
+    evaluate,
+    predict,
+    problem,
+    train,
+    with_params,
+)
 
 from jpipe.mesh import make_mesh
 from jpipe.pipeline import (
     LossTerms,
     PerStage,
-    param_shardings,
     pipeline_evaluate,
     pipeline_predict,
     pipeline_value_and_grad,
     repeat_block,
 )
 from jpipe.schedule import make_schedule
-
-STAGES, MICROBATCHES, SIZE = 4, 3, 4
-
-
-def problem(num_blocks=STAGES, num_microbatches=MICROBATCHES):
-    """Of NumPy arrays, so that nothing compiles to make or move them."""
-    return jax.tree.map(
-        lambda a: np.asarray(a) if isinstance(a, jax.Array) else a,
-        models.mlp(num_blocks, num_microbatches, size=SIZE),
-    )
-
-
-def changed(found, *, stem=None, body=None, head=None, **fields):
-    """The problem with other functions in its stages, or other fields."""
-    stages = {"stem": stem, "body": body, "head": head}
-    stages = {name: f for name, f in stages.items() if f is not None}
-    return found._replace(stages=dataclasses.replace(found.stages, **stages), **fields)
-
-
-def with_params(found, **parts):
-    return found._replace(params=found.params._replace(**parts))
-
-
-def train(found, mesh, schedule="1f1b"):
-    run = pipeline_value_and_grad(found.stages, found.loss, mesh, schedule)
-    return run(found.params, found.inputs, found.targets)
-
-
-def evaluate(found, mesh):
-    run = pipeline_evaluate(found.stages, found.loss, mesh)
-    return run(found.params, found.inputs, found.targets)
-
-
-def predict(found, mesh):
-    return pipeline_predict(found.stages, mesh)(found.params, found.inputs)
-
-
-@contextlib.contextmanager
-def compilations():
-    """Collects the durations of everything that XLA compiles inside."""
-    durations = []
-
-    def listen(event, duration, **_):
-        if event.endswith("backend_compile_duration"):
-            durations.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield durations
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def refused(call, *words):
@@ -374,81 +331,3 @@ def test_unknown_recompute():
         "recompute='all' is unknown",
         "none, block, stage",
     )
-
-
-# Compiling again: only when there is a reason.
-
-
-def counted(found):
-    """The problem with a stem that counts how often it is traced."""
-    traces = []
-
-    def stem(p, x):
-        traces.append(x.shape)
-        return found.stages.stem(p, x)
-
-    return changed(found, stem=stem), traces
-
-
-def test_another_batch_compiles_again_and_the_same_does_not():
-    found, traces = counted(problem())
-    run = pipeline_value_and_grad(found.stages, found.loss, make_mesh(STAGES))
-    batches = {(m, size): models.mlp(STAGES, m, size=size) for m, size in ((3, 4), (7, 4), (3, 2))}
-    for batch in batches.values():
-        actual = run(found.params, batch.inputs, batch.targets)
-        assert_same(actual, reference_numbers(batch))
-    assert {shape[0] for shape in traces} == {2, 4}
-    so_far = len(traces)
-    with compilations() as durations:
-        for batch in batches.values():
-            run(found.params, batch.inputs + 1, batch.targets)
-            run(found.params, batch.inputs, np.asarray(batch.targets))
-    assert len(traces) == so_far
-    assert len(durations) <= len(batches)  # the additions here
-
-
-def test_other_values_do_not_compile_again():
-    found, traces = counted(problem())
-    mesh = make_mesh(STAGES)
-    run = pipeline_value_and_grad(found.stages, found.loss, mesh)
-    _, grads = run(found.params, found.inputs, found.targets)
-    so_far = len(traces)
-    shardings = param_shardings(mesh, found.params)
-    for step in range(4):
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, found.params, grads)
-        params = jax.device_put(params, shardings)
-        with compilations() as durations:
-            _, grads = run(params, found.inputs, found.targets)
-        # Once more at first, for parameters that lie on the stages by now.
-        assert len(durations) <= (1 if step == 0 else 0)
-    assert len(traces) <= 2 * so_far
-
-
-def test_a_new_loss_in_every_step_warns():
-    found, mesh = problem(), make_mesh(STAGES)
-
-    def step():
-        return train(found._replace(loss=lambda y, t: jnp.mean((y - t) ** 2)), mesh)
-
-    step()
-    step()
-    with pytest.warns(RuntimeWarning, match=r"3 times.*loss.*define them once"):
-        step()
-
-
-def test_functions_and_shapes_that_differ_do_not_warn():
-    found, mesh = problem(), make_mesh(STAGES)
-    losses = [
-        lambda y, t: jnp.mean((y - t) ** 2),
-        lambda y, t: jnp.mean(jnp.abs(y - t)),
-        lambda y, t: jnp.mean(jnp.cos(y - t)),
-    ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for loss in losses:
-            train(found._replace(loss=loss), mesh)
-        run = pipeline_value_and_grad(found.stages, found.loss, mesh)
-        for m in (1, 2, 3):
-            batch = problem(num_microbatches=m)
-            for _ in range(3):
-                run(batch.params, batch.inputs, batch.targets)
