@@ -4,7 +4,9 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TypeVar
+
+T = TypeVar("T")
 
 BAD_INPUT = 2
 """Exit status for bad input."""
@@ -55,3 +57,15 @@ def number(*, above: bool) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """An argument type of a function whose ValueError says what is wrong."""
+
+    def parse_argument(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse_argument

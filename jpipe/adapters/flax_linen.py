@@ -35,6 +35,7 @@ def pipeline_from_linen(
     trainable: Callable[[Path], bool] = lambda path: True,
     recompute: Recompute = "none",
     num_stages: int | None = None,
+    num_chunks: int = 1,
     split_points: Sequence[int] | None = None,
 ) -> FlaxPipeline:
     """Cut a flax.linen model into pipeline stages.
@@ -61,7 +62,9 @@ def pipeline_from_linen(
             The others are state, without gradients or optimizer state.
         recompute: what the backward computes again, see `jpipe.pipeline.repeat_block`.
         num_stages: P, if the stages may differ.
-        split_points: the first block of each stage but the first.
+        num_chunks: V, how many chunks of the blocks each stage has, for the schedule `interleaved`.
+        split_points: the first block of each stage but the first; with several chunks, of each of
+            the P V pieces but the first.
 
     Raises:
         ValueError: if an attribute is missing, blocks differ without `num_stages`, the split
@@ -100,6 +103,7 @@ def pipeline_from_linen(
         init,
         recompute=recompute,
         num_stages=num_stages,
+        num_chunks=num_chunks,
         split_points=split_points,
         inputs=inputs,
     )

@@ -26,6 +26,7 @@ def pipeline_from_nnx(
     wrt: Any = nnx.Param,
     recompute: Recompute = "none",
     num_stages: int | None = None,
+    num_chunks: int = 1,
     split_points: Sequence[int] | None = None,
     inputs: Tree = None,
 ) -> FlaxPipeline:
@@ -54,7 +55,9 @@ def pipeline_from_nnx(
             statistics, frozen parameters.
         recompute: what the backward computes again, see `jpipe.pipeline.repeat_block`.
         num_stages: P, if the stages may differ.
-        split_points: the first block of each stage but the first.
+        num_chunks: V, how many chunks of the blocks each stage has, for the schedule `interleaved`.
+        split_points: the first block of each stage but the first; with several chunks, of each of
+            the P V pieces but the first.
         inputs: the inputs of one microbatch, or their shapes and dtypes.
 
     Raises:
@@ -87,6 +90,7 @@ def pipeline_from_nnx(
         init,
         recompute=recompute,
         num_stages=num_stages,
+        num_chunks=num_chunks,
         split_points=split_points,
         inputs=inputs,
     )

@@ -2,7 +2,7 @@
 
 The plain form is what Flax users know: nested dicts by the names of their own model. The pipelined
 form is `Params`: the blocks stacked if they are alike and the stages divide them, else a `PerStage`
-of the blocks of each stage, by their number in the model.
+of the blocks of each stage, by their number in the model; `Chunks` of these if a stage has several.
 """
 
 import dataclasses
@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec
 
 from jpipe.adapters.layer import Layer, Path, flat, nested
 from jpipe.adapters.split import balanced_split, check_split_points, flops
-from jpipe.pipeline import Params, PerStage, Recompute, Stages, repeat_block
+from jpipe.pipeline import Chunks, Params, PerStage, Recompute, Stages, repeat_block
+from jpipe.pipeline.per_stage import chunks_of
 from jpipe.pipeline.stages import Part
 from jpipe.processes import to_host
 
@@ -33,16 +34,19 @@ class FlaxPipeline:
         init: `(rngs) -> Params`, the parameters that the model's own initializers make; of a model
             with state `-> (Params, state)`. `rngs` is what the model itself is made with.
         num_blocks: how many blocks the body has.
-        split_points: the first block of each stage but the first; None if the blocks are stacked
-            and any number of stages that divides them will do.
-        stage_flops: floating-point operations of each stage's forward on one microbatch, where the
-            split was chosen by them.
+        num_chunks: how many chunks of them each stage has.
+        split_points: the first block of each stage but the first, or with several chunks of each
+            virtual stage; None if the blocks are stacked and any number of stages that divides them
+            will do.
+        stage_flops: floating-point operations of the forward of each of these on one microbatch,
+            where the split was chosen by them.
     """
 
     stages: Stages
     eval_stages: Stages
     init: Callable[[Any], Any]
     num_blocks: int
+    num_chunks: int
     split_points: tuple[int, ...] | None
     stage_flops: tuple[float, ...] | None
     _layout: "Layout"
@@ -77,13 +81,15 @@ class Layout:
         stem: the first layer.
         blocks: the body's.
         head: the last.
-        cuts: the first block of each stage but the first; None if the blocks are stacked.
+        num_chunks: chunks of the blocks.
+        cuts: the first block of each virtual stage but the first; None if the blocks are stacked.
         tied: paths of the head's parameters that are stored with the stem, and their paths there.
     """
 
     stem: Layer
     blocks: Sequence[Layer]
     head: Layer
+    num_chunks: int
     cuts: tuple[int, ...] | None
     tied: dict[Path, Path]
 
@@ -116,12 +122,13 @@ class Layout:
 
     def collect(self, tree: Params) -> dict[Path, Any]:
         """The plain form of parameters, state, or the like."""
-        if isinstance(tree.body, PerStage):
-            blocks = {k: block for own in tree.body for k, block in own.items()}
-        else:
-            blocks = {
-                k: jax.tree.map(lambda a, k=k: a[k], tree.body) for k in range(len(self.blocks))
-            }
+        blocks: dict[int, Tree] = {}
+        for chunk in chunks_of(tree.body):
+            if isinstance(chunk, PerStage):
+                blocks |= {k: block for own in chunk for k, block in own.items()}
+                continue
+            first, count = len(blocks), len(self.blocks) // self.num_chunks
+            blocks |= {first + k: jax.tree.map(lambda a, k=k: a[k], chunk) for k in range(count)}
         parts = [(self.stem, tree.stem), (self.head, tree.head)]
         parts += [(self.blocks[k], blocks[k]) for k in blocks]
         return {
@@ -149,11 +156,12 @@ class Layout:
                 }
             )
 
-        if self.cuts is None:
-            body = specs(self.blocks[0], (None,))
-        else:
-            body = PerStage(*({k: specs(self.blocks[k]) for k in r} for r in self._ranges()))
-        return Params(specs(self.stem), body, specs(self.head))
+        def piece(blocks: range) -> Tree:
+            if self.cuts is None:
+                return specs(self.blocks[0], (None,))
+            return {k: specs(self.blocks[k]) for k in blocks}
+
+        return Params(specs(self.stem), self._body(piece), specs(self.head))
 
     def stages(self, recompute: Recompute, *, train: bool) -> Stages:
         """The functions."""
@@ -169,29 +177,45 @@ class Layout:
         calls = [
             part(next(k for k in kinds if k.difference(block) is None)) for block in self.blocks
         ]
-        body: Any
-        if self.cuts is None:
-            body = repeat_block(calls[0], recompute, stateful=True)
-        else:
-            body = PerStage(*(_run_blocks(calls, r, recompute) for r in self._ranges()))
+
+        def piece(blocks: range) -> Part:
+            if self.cuts is None:
+                return repeat_block(calls[0], recompute, stateful=True)
+            return _run_blocks(calls, blocks, recompute)
+
         return Stages(
             part(self.stem),
-            body,
+            self._body(piece),
             part(self.head),
             stateful=True,
             tie=self.tie if self.tied else None,
             partition=self.partition(),
         )
 
-    def _ranges(self) -> list[range]:
-        """The blocks of each stage."""
-        assert self.cuts is not None
-        return [range(a, b) for a, b in itertools.pairwise([0, *self.cuts, len(self.blocks)])]
+    def _body(self, piece: Callable[[range], Any]) -> Any:
+        """A body, or something of its structure, of pieces that each have some of the blocks.
+
+        A piece is a chunk if the blocks are stacked, and else a virtual stage.
+        """
+        total = len(self.blocks)
+        if self.cuts is None:
+            ends = [c * total // self.num_chunks for c in range(self.num_chunks + 1)]
+        else:
+            ends = [0, *self.cuts, total]
+        pieces = [piece(range(a, b)) for a, b in itertools.pairwise(ends)]
+        if self.cuts is not None:
+            count = len(pieces) // self.num_chunks
+            starts = range(0, len(pieces), count)
+            pieces = [PerStage(*pieces[start : start + count]) for start in starts]
+        return Chunks(*pieces) if self.num_chunks > 1 else pieces[0]
 
     def _join(self, blocks: list[Tree]) -> Tree:
-        if self.cuts is None:
-            return jax.tree.map(lambda *a: jnp.stack(a), *blocks)
-        return PerStage(*({k: blocks[k] for k in r} for r in self._ranges()))
+        def piece(which: range) -> Tree:
+            if self.cuts is None:
+                return jax.tree.map(lambda *a: jnp.stack(a), *(blocks[k] for k in which))
+            return {k: blocks[k] for k in which}
+
+        return self._body(piece)
 
     def _check_known(self, plain: dict[Path, Any]) -> None:
         layers = (self.stem, *self.blocks, self.head)
@@ -211,6 +235,7 @@ def assemble(
     *,
     recompute: Recompute,
     num_stages: int | None,
+    num_chunks: int,
     split_points: Sequence[int] | None,
     inputs: Tree,
 ) -> FlaxPipeline:
@@ -223,33 +248,41 @@ def assemble(
         init: `(rngs) -> variables by path`, in the plain form.
         recompute: what the backward computes again.
         num_stages: P, if the stages may differ.
-        split_points: the first block of each stage but the first.
+        num_chunks: V, chunks of the blocks on each stage.
+        split_points: the first block of each virtual stage but the first.
         inputs: of one microbatch, or their shapes and dtypes.
 
     Raises:
         ValueError: if blocks differ without `num_stages`, the split points do not fit, or parts
             share variables in a way that a pipeline cannot.
     """
+    if num_chunks < 1:
+        raise ValueError(f"num_chunks={num_chunks} must be at least 1")
     tied = _find_tied(stem, blocks, head)
     difference = next(filter(None, map(blocks[0].difference, blocks)), None)
-    alike = difference is None and (num_stages is None or len(blocks) % num_stages == 0)
+    alike = difference is None and len(blocks) % (num_chunks * (num_stages or 1)) == 0
     cuts: tuple[int, ...] | None = None
     stage_flops: tuple[float, ...] | None = None
     if split_points is not None or not alike:
         if num_stages is None:
-            why = difference or f"split_points={split_points}"
+            why = difference or (
+                f"split_points={split_points}"
+                if split_points is not None
+                else f"num_chunks={num_chunks} does not divide {len(blocks)} blocks"
+            )
             raise ValueError(f"{why}; give num_stages, so that each stage gets its own")
         if split_points is None:
-            cuts, stage_flops = _balance(stem, blocks, head, num_stages, inputs)
+            cuts, stage_flops = _balance(stem, blocks, head, num_stages * num_chunks, inputs)
         else:
-            check_split_points(split_points, len(blocks), num_stages)
+            check_split_points(split_points, len(blocks), num_stages * num_chunks)
             cuts = tuple(split_points)
-    layout = Layout(stem, blocks, head, cuts, tied)
+    layout = Layout(stem, blocks, head, num_chunks, cuts, tied)
     return FlaxPipeline(
         stages=layout.stages(recompute, train=True),
         eval_stages=layout.stages(recompute, train=False),
         init=lambda rngs: layout.distribute(init(rngs)),
         num_blocks=len(blocks),
+        num_chunks=num_chunks,
         split_points=cuts,
         stage_flops=stage_flops,
         _layout=layout,

@@ -5,10 +5,11 @@ from jpipe.pipeline.evaluate import pipeline_evaluate, pipeline_predict
 from jpipe.pipeline.gradients import pipeline_value_and_grad
 from jpipe.pipeline.layout import batch_sharding, fsdp, param_shardings
 from jpipe.pipeline.losses import Loss, LossTerms
-from jpipe.pipeline.per_stage import PerStage
+from jpipe.pipeline.per_stage import Chunks, PerStage
 from jpipe.pipeline.stages import Params, Stages
 
 __all__ = [
+    "Chunks",
     "Loss",
     "LossTerms",
     "Params",

@@ -10,10 +10,10 @@ from jax.sharding import AxisType, Mesh
 from jpipe.mesh import AXES, DATA, MODEL, STAGE
 from jpipe.pipeline.keys import block_keys, microbatch_keys
 from jpipe.pipeline.losses import Loss, LossTerms
-from jpipe.pipeline.per_stage import PerStage
+from jpipe.pipeline.per_stage import PerStage, chunks_of, map_chunks
 from jpipe.pipeline.stages import Params, Part, Stages, Tree, no_state, num_blocks, shapes_of
 from jpipe.pipeline.state import check_updates
-from jpipe.schedule.table import Op, Schedule
+from jpipe.schedule.table import Schedule
 
 
 def check_mesh(mesh: Mesh) -> None:
@@ -56,15 +56,10 @@ def check_trains(schedule: Schedule) -> None:
     Raises:
         ValueError: naming what the table lacks or has too much.
     """
-    if not (schedule.op == Op.BACKWARD).any():
+    if not schedule.trains:
         raise ValueError(
             f"schedule {schedule.name!r} has no backwards and so gives no gradients; use a "
             "training schedule, or pipeline_evaluate for the loss alone"
-        )
-    if schedule.num_chunks != 1:
-        raise ValueError(
-            f"schedule {schedule.name!r} has num_chunks={schedule.num_chunks}; the executor runs "
-            "one chunk a stage, build it with num_chunks=1"
         )
 
 
@@ -82,12 +77,20 @@ def as_params(params: Any) -> Params:
     return Params(*params)
 
 
-def check_schedule_fits(schedule: Schedule, mesh: Mesh, num_microbatches: int) -> None:
-    """Refuse a table for another number of stages or microbatches than there are.
+def check_schedule_fits(
+    schedule: Schedule, mesh: Mesh, num_microbatches: int, num_chunks: int
+) -> None:
+    """Refuse a table for another number of stages, microbatches or chunks than there are.
 
     Raises:
         ValueError: naming both numbers.
     """
+    if schedule.num_chunks != num_chunks:
+        raise ValueError(
+            f"schedule {schedule.name!r} is for {schedule.num_chunks} chunks a stage, the model is "
+            f"cut into {num_chunks}; build it with num_chunks={num_chunks}, or cut the model into "
+            f"{schedule.num_chunks} (num_chunks= of the adapters, Chunks without them)"
+        )
     if schedule.num_stages != mesh.shape[STAGE]:
         raise ValueError(
             f"schedule {schedule.name!r} is for {schedule.num_stages} stages, the mesh has "
@@ -177,25 +180,43 @@ def check_params(params: Params, state: Params, mesh: Mesh) -> None:
     Raises:
         ValueError: naming the leaf, its shape or dtype, and what fits.
     """
-    num_stages = mesh.shape[STAGE]
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         label = "params" + jax.tree_util.keystr(path)
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(f"{label} has dtype {leaf.dtype}; parameters must be floating-point")
-    bodies = {"params": params.body, "state": state.body}
-    if isinstance(params.body, PerStage):
+    kinds = {"params.body": params.body, "state.body": state.body}
+    chunks = {name: chunks_of(body) for name, body in kinds.items()}
+    if len({len(own) for own in chunks.values()}) > 1:
+        described = ", ".join(f"{name} has {len(own)}" for name, own in chunks.items())
+        raise ValueError(f"the body must have the same number of chunks everywhere: {described}")
+    counts = {}
+    for c, bodies in enumerate(zip(*chunks.values(), strict=True)):
+        place = f"[{c}]" if len(chunks["params.body"]) > 1 else ""
+        named = {name + place: body for name, body in zip(chunks, bodies, strict=True)}
+        counts[f"params.body{place}"] = _check_body(named, mesh.shape[STAGE])
+    if len(set(counts.values())) > 1:
+        described = ", ".join(f"{name} has {n}" for name, n in counts.items() if n)
+        raise ValueError(
+            f"chunks must all stack the same number of blocks, or all be PerStage: {described}"
+        )
+
+
+def _check_body(bodies: dict[str, Tree], num_stages: int) -> int:
+    """Check parameters and state of one chunk; the number of its blocks, 0 if stages differ."""
+    params, *_ = bodies.values()
+    if isinstance(params, PerStage):
         for name, body in bodies.items():
             if not isinstance(body, PerStage) or len(body) != num_stages:
                 found = f"for {len(body)} stages" if isinstance(body, PerStage) else "no PerStage"
                 raise ValueError(
-                    f"{name}.body is {found}, the mesh has {num_stages}; cut the model into "
-                    f"{num_stages}, or use a mesh of {len(params.body)}"
+                    f"{name} is {found}, the mesh has {num_stages}; cut the model into "
+                    f"{num_stages}, or use a mesh of {len(params)}"
                 )
-        return
+        return 0
     blocks: dict[int, str] = {}
     for name, body in bodies.items():
         for path, leaf in jax.tree_util.tree_leaves_with_path(body):
-            label = f"{name}.body" + jax.tree_util.keystr(path)
+            label = name + jax.tree_util.keystr(path)
             if not leaf.shape:
                 raise ValueError(f"{label} is a scalar; its first dim must hold the blocks")
             blocks.setdefault(leaf.shape[0], label)
@@ -203,8 +224,10 @@ def check_params(params: Params, state: Params, mesh: Mesh) -> None:
         described = ", ".join(f"{label} has {n}" for n, label in blocks.items())
         raise ValueError(f"the body must stack the same number of blocks: {described}")
     if not blocks:
-        raise ValueError("params.body holds no arrays; a pipeline needs blocks to cut into stages")
+        name = next(iter(bodies))
+        raise ValueError(f"{name} holds no arrays; a pipeline needs blocks to cut into stages")
     check_blocks(next(iter(blocks)), num_stages)
+    return next(iter(blocks))
 
 
 def check_blocks(num_blocks: int, num_stages: int) -> None:
@@ -259,12 +282,25 @@ def check_stages(
     if not jax.tree.leaves(x):
         raise ValueError("the stem's output holds no arrays; something must travel between stages")
     _check_floating("the stem", x)
-    if isinstance(body, PerStage) != isinstance(params.body, PerStage):
-        raise ValueError("stages.body and params.body must both be PerStage, or neither")
-    if isinstance(body, PerStage):
-        x, of_body = _check_each_stage(body, params.body, state.body, x, keys.body)
-    else:
-        of_body = _check_equal_stages(body, params.body, state.body, x, keys.body, mesh)
+    num_chunks = len(chunks_of(params.body))
+    if len(chunks_of(body)) != num_chunks:
+        raise ValueError(
+            f"stages.body has {len(chunks_of(body))} chunks, params.body has {num_chunks}; give "
+            "one Chunks entry for each"
+        )
+    before = "the stem"
+
+    def check_chunk(body: Any, params: Tree, state: Tree) -> Tree:
+        nonlocal x, before
+        if isinstance(body, PerStage) != isinstance(params, PerStage):
+            raise ValueError("stages.body and params.body must both be PerStage, or neither")
+        if isinstance(body, PerStage):
+            x, updates = _check_each_stage(body, params, state, x, keys.body, before)
+            before = f"stage {len(body) - 1}"
+            return updates
+        return _check_equal_stages(body, params, state, x, keys.body, mesh)
+
+    of_body = map_chunks(check_chunk, body, params.body, state.body)
     outputs, of_head = _trace("the head", head, params.head, state.head, x, keys.head)
     check_updates("stem", state.stem, of_stem)
     check_updates("head", state.head, of_head)
@@ -333,14 +369,19 @@ def _check_floating(name: str, output: Tree) -> None:
 
 
 def _check_each_stage(
-    body: PerStage[Part], params: PerStage[Tree], state: PerStage[Tree], x: Tree, key: Any
+    body: PerStage[Part],
+    params: PerStage[Tree],
+    state: PerStage[Tree],
+    x: Tree,
+    key: Any,
+    before: str,
 ) -> tuple[Tree, PerStage[Tree]]:
     """What the last stage makes, and the updates of all."""
     if len(body) != len(params):
         raise ValueError(
             f"stages.body has {len(body)} functions, params.body parameters for {len(params)}"
         )
-    before, updates = "the stem", []
+    updates = []
     for s, (run, own, own_state) in enumerate(zip(body, params, state, strict=True)):
         x, new = _trace(f"stage {s} after {before}", run, own, own_state, x, key)
         updates.append(new)

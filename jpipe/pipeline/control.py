@@ -4,9 +4,11 @@ from typing import Any
 
 import jax
 
+from jpipe.pipeline import stash
 from jpipe.pipeline.rows import Beat, Row
 from jpipe.pipeline.stages import Tree
-from jpipe.schedule.table import Route, Schedule
+from jpipe.schedule.slots import Inbox
+from jpipe.schedule.table import Route, Schedule, lanes
 
 
 def when(predicate: jax.Array, operation: Any, *operands: Any) -> Any:
@@ -18,7 +20,9 @@ def when(predicate: jax.Array, operation: Any, *operands: Any) -> Any:
     return jax.lax.cond(predicate, operation, skip, *operands)
 
 
-def send(payload: Tree, schedule: Schedule, beat: Beat, row: Row, axis: str) -> Tree:
+def send(
+    payload: Tree, schedule: Schedule, num_lanes: int, beat: Beat, row: Row, axis: str
+) -> tuple[Tree, ...]:
     """Send each stage's payload along the route of this tick.
 
     Every stage takes part, whatever it did in the tick. Where the route has to be picked at run
@@ -27,20 +31,42 @@ def send(payload: Tree, schedule: Schedule, beat: Beat, row: Row, axis: str) -> 
     Args:
         payload: pytree of arrays.
         schedule: the table.
+        num_lanes: how many permutes an exchange has at most.
         beat: this tick's place in the period.
         row: this tick's row.
         axis: the mesh axis of the stages; must be manual.
 
     Returns:
-        What arrived. Where nothing did, the content is arbitrary.
+        What arrived over each lane. Where nothing did, the content is arbitrary.
     """
 
-    def along(route: Route, payload: Tree) -> Tree:
-        if not route:
-            return payload
-        return jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, axis, route), payload)
+    def along(route: Route, payload: Tree) -> tuple[Tree, ...]:
+        def permute(edges: Route) -> Tree:
+            return jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, axis, edges), payload)
+
+        arrived = [permute(edges) for edges in lanes(schedule.num_stages, route) if edges]
+        return (*arrived, *[payload] * (num_lanes - len(arrived)))
 
     if beat.route is not None:
         return along(beat.route, payload)
     branches = [lambda p, r=route: along(r, p) for route in schedule.routes]
     return jax.lax.switch(row.route, branches, payload)
+
+
+def deliver(letters: Tree, arrived: tuple[Tree, ...], inbox: Inbox, row: Row) -> Tree:
+    """The inbox with what has arrived.
+
+    Args:
+        letters: pytree of `[inbox.size, ...]` arrays, the inbox.
+        arrived: what came over each lane.
+        inbox: its slots.
+        row: this tick's row.
+    """
+    for payload, slot in zip(arrived, row.write, strict=True):
+        letters = stash.write(letters, slot if inbox.size > 1 else 0, payload)
+    return letters
+
+
+def fetch(letters: Tree, inbox: Inbox, row: Row) -> Tree:
+    """What the operation of this tick needs of the inbox."""
+    return stash.read(letters, row.read if inbox.size > 1 else 0)

@@ -15,16 +15,18 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.pipeline import stash
-from jpipe.pipeline.control import send, when
+from jpipe.pipeline.control import deliver, fetch, send, when
 from jpipe.pipeline.divide import divide, divided_examples
 from jpipe.pipeline.keys import microbatch_keys
 from jpipe.pipeline.losses import Loss, LossTerms, add_terms, loss_terms, no_terms
+from jpipe.pipeline.per_stage import chunks_of, like_chunks
 from jpipe.pipeline.program import Program, body_program
 from jpipe.pipeline.residuals import SplitGradient, split_gradient
 from jpipe.pipeline.rows import Beat, Row, table_rows
 from jpipe.pipeline.stages import Params, Parts, Tree
 from jpipe.pipeline.state import State, Variables
-from jpipe.schedule.slots import assign_slots
+from jpipe.pipeline.weight_gradient import SplitBackward
+from jpipe.schedule.slots import Inbox, assign_inbox, assign_slots, assign_weight_slots
 from jpipe.schedule.table import Op, Schedule
 
 
@@ -32,10 +34,12 @@ class Carry(NamedTuple):
     """What a stage holds between two ticks.
 
     Attributes:
-        inbox: the activation or gradient that has arrived.
-        outbox: what the last tick made, not yet sent; None with hop 1, where it leaves at once.
+        inbox: the activations and gradients that have arrived; None if all are used in the tick
+            in which they arrive.
+        outbox: what the last tick made, not yet sent.
         kept: the stash, what each backward needs of its forward.
         kept_by_stem: the same of the stem: nothing, unless its output depends on moving state.
+        left: what each weight gradient needs of its backward, where the table splits them.
         tops: outputs of the body on the last stage, waiting for the head.
         moving: the state, with the updates so far of the parts that this stage runs.
         grads: sums of gradients so far, at least float32.
@@ -46,6 +50,7 @@ class Carry(NamedTuple):
     outbox: Tree
     kept: list[jax.Array]
     kept_by_stem: list[jax.Array]
+    left: list[jax.Array]
     tops: Tree
     moving: Params
     grads: Params
@@ -87,7 +92,7 @@ class Executor:
             and `head` where this stage runs them and else 0; and the moving state, up to date in
             the same places and elsewhere as it was.
         """
-        beats, rows = table_rows(self.schedule, self.axis)
+        beats, rows = table_rows(self.schedule, self._inbox, self.axis)
 
         def group(carry: Carry, rows: Row) -> tuple[Carry, None]:
             for k, beat in enumerate(beats):
@@ -97,6 +102,14 @@ class Executor:
 
         carry, _ = jax.lax.scan(group, self._start(), rows)
         return carry.terms, carry.grads, carry.moving
+
+    @functools.cached_property
+    def _inbox(self) -> Inbox:
+        return assign_inbox(self.schedule)
+
+    @property
+    def _chunks(self) -> range:
+        return range(self.schedule.num_chunks)
 
     @functools.cached_property
     def _rows(self) -> int | None:
@@ -112,8 +125,14 @@ class Executor:
         )
 
     @functools.cached_property
-    def _split(self) -> SplitGradient:
-        return self._program.split()
+    def _splits(self) -> list[SplitGradient]:
+        return [self._program.split(c) for c in self._chunks]
+
+    @functools.cached_property
+    def _halves(self) -> list[SplitBackward]:
+        if not self.schedule.splits_backward:
+            return []
+        return [self._program.split_backward(c) for c in self._chunks]
 
     @functools.cached_property
     def _split_stem(self) -> SplitGradient:
@@ -135,8 +154,9 @@ class Executor:
         key = microbatch_keys(self.key, microbatch).stem
         return stash.read(self.inputs, microbatch), self.own.constant.stem, key
 
-    def _body_again(self, microbatch: jax.Array | int) -> Tree:
-        return self.own.constant.body, microbatch_keys(self.key, microbatch).body
+    def _body_again(self, chunk: int, microbatch: jax.Array | int) -> Tree:
+        constant = chunks_of(self.own.constant.body)[chunk]
+        return self._program.again(chunk, constant, microbatch_keys(self.key, microbatch).body)
 
     def _run_head(
         self, params: Tree, payload: Tree, moving: Tree, microbatch: jax.Array | int
@@ -150,13 +170,16 @@ class Executor:
 
     def _start(self) -> Carry:
         slots = assign_slots(self.schedule).per_stage
+        weight_slots = int(assign_weight_slots(self.schedule).per_stage.max())
+        waits = self.schedule.hop == 2 or self._inbox.size > 1
         payload = self._program.payload
         nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), payload)
         return Carry(
-            inbox=nothing,
-            outbox=nothing if self.schedule.hop == 2 else None,
-            kept=stash.empty(int(slots.max()), self._split.kept),
+            inbox=stash.empty(self._inbox.size, payload) if waits else None,
+            outbox=nothing,
+            kept=stash.empty(int(slots.max()), self._splits[0].kept),
             kept_by_stem=stash.empty(int(slots[0]), self._split_stem.kept),
+            left=stash.empty(weight_slots, self._halves[0].left) if self._halves else [],
             tops=stash.empty(int(slots[-1]), payload),
             moving=self.own.moving,
             grads=jax.tree.map(
@@ -171,30 +194,46 @@ class Executor:
         )
 
     def _tick(self, carry: Carry, row: Row, beat: Beat) -> Carry:
-        """Run one row, and send what it made, or with hop 2 what the row before made."""
-        if self.schedule.hop == 1:
-            made, carry = self._operate(carry, row, beat.ops)
-            return carry._replace(inbox=send(made, self.schedule, beat, row, self.axis))
-        arrived = send(carry.outbox, self.schedule, beat, row, self.axis)
-        made, carry = self._operate(carry, row, beat.ops)
-        return carry._replace(inbox=arrived, outbox=made)
+        """Run one row; what the row before made arrives before its operation, or after it."""
+        arrived = send(carry.outbox, self.schedule, self._inbox.num_lanes, beat, row, self.axis)
+        if Op.WEIGHT in beat.ops:
+            # It needs nothing that arrives. It reads what the operation below writes: the barrier
+            # keeps the two in this order, or XLA would copy the stash.
+            carry = self._weight_gradients(carry, row)
+            read = (carry.kept, carry.left, carry.grads)
+            kept, left, grads = jax.lax.optimization_barrier(read)
+            carry = carry._replace(kept=kept, left=left, grads=grads)
+        inbox = carry.inbox
+        if self.schedule.hop == 1 and inbox is None:
+            (payload,) = arrived
+        elif self.schedule.hop == 1:
+            inbox = deliver(inbox, arrived, self._inbox, row)
+            payload = fetch(inbox, self._inbox, row)
+        else:
+            payload = fetch(inbox, self._inbox, row)
+        made, carry = self._operate(payload, carry, row, beat.ops)
+        if self.schedule.hop == 2:
+            inbox = deliver(inbox, arrived, self._inbox, row)
+        return carry._replace(inbox=inbox, outbox=made)
 
-    def _operate(self, carry: Carry, row: Row, ops: frozenset[Op]) -> tuple[Tree, Carry]:
-        """Run the operation of one row on what has arrived; return what it made."""
+    def _operate(
+        self, payload: Tree, carry: Carry, row: Row, ops: frozenset[Op]
+    ) -> tuple[Tree, Carry]:
+        """Run the forward or backward of one row on what has arrived; return what it made."""
         params = self.own.params
         stage = jax.lax.axis_index(self.axis)
-        first, last = stage == 0, stage == self.schedule.num_stages - 1
         forward, backward = row.op == Op.FORWARD, row.op == Op.BACKWARD
-        payload, _, kept, kept_by_stem, tops, moving, grads, terms = carry
+        first = (stage == 0) & self._runs(0, row)
+        last = (stage == self.schedule.num_stages - 1) & self._runs(self._chunks[-1], row)
 
         def stem(_: Tree, kept: Tree, moving: Tree) -> tuple[Tree, Tree, Tree]:
             again = self._stem_again(row.microbatch)
             x, updates, residuals = self._split_stem.forward(params.stem, again, (), moving)
             return x, stash.write(kept, row.slot, residuals), updates
 
-        def body(x: Tree, kept: Tree, moving: Tree) -> tuple[Tree, Tree, Tree]:
-            again = self._body_again(row.microbatch)
-            y, updates, residuals = self._split.forward(params.body, again, x, moving)
+        def body(c: int, x: Tree, kept: Tree, moving: Tree) -> tuple[Tree, Tree, Tree]:
+            again, own = self._body_again(c, row.microbatch), chunks_of(params.body)[c]
+            y, updates, residuals = self._splits[c].forward(own, again, x, moving)
             return y, stash.write(kept, row.slot, residuals), updates
 
         def head_backward(
@@ -204,43 +243,90 @@ class Executor:
                 terms, updates = self._run_head(params, y, moving, row.microbatch)
                 return terms.total, (terms, updates)
 
-            y = stash.read(tops, row.slot)
+            y = stash.read(carry.tops, row.slot)
             value, pullback, (new, updates) = jax.vjp(total, params.head, y, has_aux=True)
             dparams, dy = pullback(jnp.full_like(value, 1 / self.schedule.num_microbatches))
             return dy, _add(sums, dparams), updates, add_terms(terms, new)
 
-        def body_backward(dy: Tree, sums: Tree) -> tuple[Tree, Tree]:
-            again, residuals = self._body_again(row.microbatch), stash.read(kept, row.slot)
-            dparams, dx = self._split.backward(params.body, again, residuals, dy)
+        def body_backward(c: int, dy: Tree, sums: Tree) -> tuple[Tree, Tree]:
+            again, own = self._body_again(c, row.microbatch), chunks_of(params.body)[c]
+            residuals = stash.read(carry.kept, row.slot)
+            dparams, dx = self._splits[c].backward(own, again, residuals, dy)
             return dx, _add(sums, dparams)
 
-        def stem_backward(sums: Tree) -> Tree:
-            again, residuals = self._stem_again(row.microbatch), stash.read(kept_by_stem, row.slot)
-            dparams, _ = self._split_stem.backward(params.stem, again, residuals, payload)
+        def body_input_gradient(c: int, dy: Tree, left: Tree) -> tuple[Tree, Tree]:
+            again, own = self._body_again(c, row.microbatch), chunks_of(params.body)[c]
+            residuals = stash.read(carry.kept, row.slot)
+            dx, values = self._halves[c].inputs(own, again, residuals, dy)
+            return dx, stash.write(left, row.weight_slot, values)
+
+        def stem_backward(sums: Tree, dx: Tree) -> Tree:
+            again = self._stem_again(row.microbatch)
+            residuals = stash.read(carry.kept_by_stem, row.slot)
+            dparams, _ = self._split_stem.backward(params.stem, again, residuals, dx)
             return _add(sums, dparams)
 
-        of_stem, of_body, of_head = moving
+        _, _, kept, kept_by_stem, left, tops, moving, grads, terms = carry
+        of_stem, of_head = moving.stem, moving.head
+        of_body, body_sums = list(chunks_of(moving.body)), list(chunks_of(grads.body))
+        stem_sums, head_sums = grads.stem, grads.head
         if Op.FORWARD in ops:
             payload, kept_by_stem, of_stem = when(
                 forward & first, stem, payload, kept_by_stem, of_stem
             )
-            payload, kept, of_body = when(forward, body, payload, kept, of_body)
+            for c in self._chunks:
+                payload, kept, of_body[c] = when(
+                    forward & self._runs(c, row),
+                    functools.partial(body, c),
+                    payload,
+                    kept,
+                    of_body[c],
+                )
             tops = when(forward & last, lambda t: stash.write(t, row.slot, payload), tops)
         if Op.BACKWARD in ops:
             payload, head_sums, of_head, terms = when(
-                backward & last, head_backward, payload, grads.head, of_head, terms
+                backward & last, head_backward, payload, head_sums, of_head, terms
             )
-            payload, body_sums = when(backward, body_backward, payload, grads.body)
-            stem_sums = when(backward & first, stem_backward, grads.stem)
-            grads = Params(stem_sums, body_sums, head_sums)
+            for c in self._chunks:
+                runs = backward & self._runs(c, row)
+                if self._halves:
+                    half = functools.partial(body_input_gradient, c)
+                    payload, left = when(runs, half, payload, left)
+                else:
+                    whole = functools.partial(body_backward, c)
+                    payload, body_sums[c] = when(runs, whole, payload, body_sums[c])
+            stem_sums = when(backward & first, lambda sums: stem_backward(sums, payload), stem_sums)
         return payload, carry._replace(
             kept=kept,
             kept_by_stem=kept_by_stem,
+            left=left,
             tops=tops,
-            moving=Params(of_stem, of_body, of_head),
-            grads=grads,
+            moving=Params(of_stem, like_chunks(moving.body, of_body), of_head),
+            grads=Params(stem_sums, like_chunks(grads.body, body_sums), head_sums),
             terms=terms,
         )
+
+    def _weight_gradients(self, carry: Carry, row: Row) -> Carry:
+        """Run the weight gradient of one row."""
+
+        def weights(c: int, sums: Tree) -> Tree:
+            again, own = self._body_again(c, row.microbatch), chunks_of(self.own.params.body)[c]
+            kept = stash.read(carry.kept, row.slot)
+            left = stash.read(carry.left, row.weight_slot)
+            return _add(sums, self._halves[c].weights(own, again, kept, left))
+
+        body = carry.grads.body
+        sums = [
+            when(
+                (row.op == Op.WEIGHT) & self._runs(c, row), functools.partial(weights, c), own_sums
+            )
+            for c, own_sums in enumerate(chunks_of(body))
+        ]
+        return carry._replace(grads=carry.grads._replace(body=like_chunks(body, sums)))
+
+    def _runs(self, chunk: int, row: Row) -> jax.Array | bool:
+        """Whether a row is that of a chunk."""
+        return row.chunk == chunk if len(self._chunks) > 1 else True
 
 
 def _add(sums: Tree, grads: Tree) -> Tree:

@@ -8,14 +8,16 @@ import jax.numpy as jnp
 
 from jpipe.mesh import STAGE
 from jpipe.pipeline import stash
-from jpipe.pipeline.control import send, when
+from jpipe.pipeline.control import deliver, fetch, send, when
 from jpipe.pipeline.divide import divide, divided_examples
 from jpipe.pipeline.keys import microbatch_keys
+from jpipe.pipeline.per_stage import chunks_of
 from jpipe.pipeline.program import body_program
 from jpipe.pipeline.rows import Row, table_rows
 from jpipe.pipeline.stages import Parts, Tree
 from jpipe.pipeline.state import Variables
 from jpipe.schedule.builders import forward_only_schedule
+from jpipe.schedule.slots import assign_inbox
 from jpipe.schedule.table import Op
 
 T = TypeVar("T")
@@ -48,8 +50,10 @@ def run_forward(
         The result on the last stage, `nothing` on the others.
     """
     num_microbatches = jax.tree.leaves(inputs)[0].shape[0]
-    schedule = forward_only_schedule(num_stages, num_microbatches)
-    beats, rows = table_rows(schedule, STAGE)
+    num_chunks = len(chunks_of(parts.body))
+    schedule = forward_only_schedule(num_stages, num_microbatches, num_chunks)
+    boxes = assign_inbox(schedule)
+    beats, rows = table_rows(schedule, boxes, STAGE)
     stage = jax.lax.axis_index(STAGE)
     params, state, _ = own
     examples = divided_examples(inputs)
@@ -64,8 +68,9 @@ def run_forward(
         x = divide(program.leave(payload), examples)
         return parts.head(params.head, state.head, x, keys.head)[0]
 
-    def body(payload: Tree, microbatch: jax.Array) -> Tree:
-        return program.run(own.part("body"), payload, microbatch_keys(key, microbatch).body)
+    def body(c: int, payload: Tree, microbatch: jax.Array) -> Tree:
+        keys = microbatch_keys(key, microbatch)
+        return program.run(c, own.part("body").chunks()[c], payload, keys.body)
 
     program = body_program(
         parts.body,
@@ -77,24 +82,28 @@ def run_forward(
         examples,
     )
 
-    def group(carry: tuple[Tree, T], rows: Row) -> tuple[tuple[Tree, T], None]:
-        payload, result = carry
+    def group(carry: tuple[Tree, Tree, T], rows: Row) -> tuple[tuple[Tree, Tree, T], None]:
+        payload, inbox, result = carry
         for k, beat in enumerate(beats):
             row: Row = jax.tree.map(lambda column, k=k: column[k], rows)
-            run = row.op == Op.FORWARD
+            arrived = send(payload, schedule, boxes.num_lanes, beat, row, STAGE)
+            inbox = deliver(inbox, arrived, boxes, row)
+            payload = fetch(inbox, boxes, row)
+            run = [(row.op == Op.FORWARD) & (row.chunk == c) for c in range(num_chunks)]
             payload = when(
-                run & (stage == 0), lambda _, i=row.microbatch: program.enter(stem(i)), payload
+                run[0] & (stage == 0), lambda _, i=row.microbatch: program.enter(stem(i)), payload
             )
-            payload = when(run, lambda x, i=row.microbatch: body(x, i), payload)
+            for c in range(num_chunks):
+                payload = when(run[c], lambda x, c=c, i=row.microbatch: body(c, x, i), payload)
             result = when(
-                run & (stage == num_stages - 1),
+                run[-1] & (stage == num_stages - 1),
                 lambda r, y=payload, i=row.microbatch: consume(r, head(y, i), i),
                 result,
             )
-            payload = send(payload, schedule, beat, row, STAGE)
-        return (payload, result), None
+        return (payload, inbox, result), None
 
     idle = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), program.payload)
     start = nothing(jax.eval_shape(head, program.payload, 0))
-    (_, result), _ = jax.lax.scan(group, (idle, start), rows)
+    inbox = stash.empty(boxes.size, program.payload)
+    (_, _, result), _ = jax.lax.scan(group, (idle, inbox, start), rows)
     return result

@@ -10,6 +10,7 @@ from jpipe.pipeline import checks
 from jpipe.pipeline.executor import Executor
 from jpipe.pipeline.layout import lay_out, reduce_grads, share_state
 from jpipe.pipeline.losses import Loss
+from jpipe.pipeline.per_stage import chunks_of
 from jpipe.pipeline.placed import Placed
 from jpipe.pipeline.retrace import warn_if_compiled_again
 from jpipe.pipeline.stages import Params, Stages, Tree
@@ -75,9 +76,10 @@ def pipeline_value_and_grad(
         stored = checks.as_params(params)
         num_microbatches = checks.check_batch(mesh, inputs=inputs, targets=targets)
         table = schedule
+        num_chunks = len(chunks_of(stored.body))
         if isinstance(table, str):
-            table = make_schedule(table, mesh.shape[STAGE], num_microbatches)
-        checks.check_schedule_fits(table, mesh, num_microbatches)
+            table = make_schedule(table, mesh.shape[STAGE], num_microbatches, num_chunks)
+        checks.check_schedule_fits(table, mesh, num_microbatches, num_chunks)
         placed = Placed(stages, mesh, stored, state, inputs, key, moves=True)
         checks.check_loss(loss, placed.outputs, targets, has_aux=has_aux)
         leaves = jax.tree.leaves((placed.variables, inputs, targets))

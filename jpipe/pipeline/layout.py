@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.mesh import DATA, STAGE, has_explicit_axes
 from jpipe.pipeline.owners import Owners
-from jpipe.pipeline.per_stage import PerStage
+from jpipe.pipeline.per_stage import PerStage, map_chunks
 from jpipe.pipeline.stages import Params, Tree
 
 
@@ -61,10 +61,13 @@ def param_specs(mesh: Mesh, params: Params, partition: Params | None = None) -> 
 
     whole: Any = jax.tree.map(lambda _: PartitionSpec(), params)
     others = whole if partition is None else jax.tree.map(_on(mesh), params, partition)
-    place = share if isinstance(params.body, PerStage) else stacked
+
+    def place(body: Tree, others: Tree) -> Tree:
+        return jax.tree.map(share if isinstance(body, PerStage) else stacked, body, others)
+
     return Params(
         stem=jax.tree.map(share, params.stem, others.stem),
-        body=jax.tree.map(place, params.body, others.body),
+        body=map_chunks(place, params.body, others.body),
         head=jax.tree.map(share, params.head, others.head),
     )
 
@@ -98,10 +101,13 @@ def fsdp(mesh: Mesh, params: Params) -> Params:
         dim = _shared_dim(shape, taken, count)
         return PartitionSpec() if dim is None or count == 1 else PartitionSpec(*[None] * dim, DATA)
 
-    leading = 0 if isinstance(params.body, PerStage) else 1
+    def divide_body(body: Tree) -> Tree:
+        leading = 0 if isinstance(body, PerStage) else 1
+        return jax.tree.map(lambda a: divide(a, leading), body)
+
     return Params(
         jax.tree.map(lambda a: divide(a, 0), params.stem),
-        jax.tree.map(lambda a: divide(a, leading), params.body),
+        map_chunks(divide_body, params.body),
         jax.tree.map(lambda a: divide(a, 0), params.head),
     )
 
@@ -206,10 +212,12 @@ def gather_params(params: Params, specs: Params) -> Params:
             return leaf
         return jax.lax.all_gather(leaf, STAGE, axis=spec.index(STAGE), tiled=True)
 
-    body = params.body
+    def gather_body(body: Tree, specs: Tree) -> Tree:
+        return Owners(body, specs).bring(body) if isinstance(body, PerStage) else body
+
     return Params(
         stem=jax.tree.map(gather, params.stem, specs.stem),
-        body=Owners(body, specs.body).bring(body) if isinstance(body, PerStage) else body,
+        body=map_chunks(gather_body, params.body, specs.body),
         head=jax.tree.map(gather, params.head, specs.head),
     )
 
@@ -250,12 +258,12 @@ def share_state(state: Params, stored: Params, specs: Params) -> Params:
 
 
 def _share_out(whole: Params, stored: Params, specs: Params) -> Params:
-    body = whole.body
-    if isinstance(stored.body, PerStage):
-        body = Owners(stored.body, specs.body).share_out(body)
+    def share_body(stored: Tree, specs: Tree, body: Tree) -> Tree:
+        return Owners(stored, specs).share_out(body) if isinstance(stored, PerStage) else body
+
     return Params(
         stem=jax.tree.map(_sum_to_share, whole.stem, specs.stem),
-        body=body,
+        body=map_chunks(share_body, stored.body, specs.body, whole.body),
         head=jax.tree.map(_sum_to_share, whole.head, specs.head),
     )
 

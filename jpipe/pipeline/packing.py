@@ -92,6 +92,19 @@ class Packing:
             arrays.append(part.reshape(leaf.shape))
         return jax.tree.unflatten(treedef, arrays)
 
+    @property
+    def shape_list(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes in the order of their names."""
+        return list(self.shapes.values())
+
+    def pack_list(self, index: int, tree: Tree) -> list[jax.Array]:
+        """The same as `pack`, as a list in the order of names."""
+        return list(self.pack(index, tree).values())
+
+    def unpack_list(self, index: int, vectors: Sequence[jax.Array]) -> Tree:
+        """The inverse."""
+        return self.unpack(index, dict(zip(self.shapes, vectors, strict=True)))
+
     def _in_rows(self, leaf: Any) -> bool:
         return in_rows(leaf, self.rows)
 

@@ -87,15 +87,15 @@ def split_gradient(
         params, again, x, once
     )
     y_tree, aux_tree, pullback_tree = trees["all"]
-    program = _inline(program)
+    program = inline(program)
     inputs, outputs = program.jaxpr.invars, program.jaxpr.outvars
     num_free, num_y = len(jax.tree.leaves((params, again))), len(y_shapes)
     num_results = num_y + len(aux_shapes)
     residual_vars = outputs[num_results:]
-    kept_vars = _cheapest_to_keep(program.jaxpr, inputs[num_free:], residual_vars)
+    kept_vars = cheapest_to_keep(program.jaxpr.eqns, inputs[num_free:], residual_vars)
 
-    run_forward = _subprogram(program, inputs, [*outputs[:num_results], *kept_vars], effects=True)
-    run_rest = _subprogram(program, [*inputs[:num_free], *kept_vars], residual_vars)
+    run_forward = subprogram(program, inputs, [*outputs[:num_results], *kept_vars], effects=True)
+    run_rest = subprogram(program, [*inputs[:num_free], *kept_vars], residual_vars)
 
     def forward(
         params: Tree, again: Tree, x: Tree, once: Tree
@@ -111,16 +111,27 @@ def split_gradient(
         dparams, dx = pullback_tree.unflatten(residuals)(dy)
         return dparams, dx
 
-    return SplitGradient([_shape(v) for v in kept_vars], forward, backward)
+    return SplitGradient([shape_of(v) for v in kept_vars], forward, backward)
 
 
-def _cheapest_to_keep(
-    jaxpr: jex.Jaxpr, x_vars: Sequence[jex.Var], residuals: Sequence[jex.Var | jex.Literal]
+def cheapest_to_keep(
+    eqns: Sequence[jex.JaxprEqn],
+    x_vars: Sequence[jex.Var],
+    residuals: Sequence[jex.Var | jex.Literal],
+    tracked: Sequence[jex.Var] = (),
 ) -> list[jex.Var]:
-    """The variables of fewest bytes from which every residual follows cheaply."""
-    index: dict[jex.Var, int] = {v: k for k, v in enumerate(x_vars)}  # what depends on x
-    sources, edges = list(index.values()), []
-    for eqn in jaxpr.eqns:
+    """The variables of fewest bytes from which every residual follows cheaply.
+
+    Args:
+        eqns: a program.
+        x_vars: inputs that will be gone, unless they are kept.
+        residuals: what is needed.
+        tracked: inputs that stay, but what is computed of them is worth keeping. Of all other
+            inputs everything may be computed again.
+    """
+    index: dict[jex.Var, int] = {v: k for k, v in enumerate([*x_vars, *tracked])}
+    sources, edges = list(range(len(x_vars))), []
+    for eqn in eqns:
         known = [v for v in eqn.invars if isinstance(v, jex.Var) and v in index]
         if not known:
             continue
@@ -131,7 +142,7 @@ def _cheapest_to_keep(
             else:
                 sources.append(index[out])
     targets = {index[v] for v in residuals if isinstance(v, jex.Var) and v in index}
-    cost = [_shape(v).size * _shape(v).dtype.itemsize for v in index]
+    cost = [shape_of(v).size * shape_of(v).dtype.itemsize for v in index]
     variables = list(index)
     return [variables[k] for k in minimum_vertex_cut(cost, edges, sources, targets)]
 
@@ -139,7 +150,7 @@ def _cheapest_to_keep(
 def _is_cheap(eqn: jex.JaxprEqn) -> bool:
     """Whether to compute an equation again; a conversion to integers decides, like a rounding."""
     if eqn.primitive.name == "convert_element_type":
-        before, after = (jnp.issubdtype(_shape(v).dtype, jnp.inexact) for v in _ends(eqn))
+        before, after = (jnp.issubdtype(shape_of(v).dtype, jnp.inexact) for v in _ends(eqn))
         return after or not before
     return eqn.primitive.name in CHEAP
 
@@ -148,12 +159,13 @@ def _ends(eqn: jex.JaxprEqn) -> tuple[Any, Any]:
     return eqn.invars[0], eqn.outvars[0]
 
 
-def _shape(variable: jex.Var | jex.Literal) -> jax.ShapeDtypeStruct:
+def shape_of(variable: jex.Var | jex.Literal) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a variable."""
     aval: Any = variable.aval
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-def _subprogram(
+def subprogram(
     program: jex.ClosedJaxpr,
     inputs: Sequence[jex.Var],
     outputs: Sequence[jex.Var | jex.Literal],
@@ -176,10 +188,14 @@ def _subprogram(
     return run
 
 
-def _inline(program: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """The same program with the bodies of its `jit` calls in place of the calls.
+def inline(program: jex.ClosedJaxpr, calls: Sequence[str] = ("jit",)) -> jex.ClosedJaxpr:
+    """The same program with the bodies of its calls in place of the calls.
 
     Without this a call whose outputs depend partly on x would hide which of them do.
+
+    Args:
+        program: the program.
+        calls: names of the primitives that count as calls.
     """
 
     def evaluate(program: jex.ClosedJaxpr, *arguments: Any) -> list[Any]:
@@ -190,8 +206,11 @@ def _inline(program: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
             return value[v] if isinstance(v, jex.Var) else v.val
 
         for eqn in program.jaxpr.eqns:
-            if eqn.primitive.name == "jit":
-                results = evaluate(eqn.params["jaxpr"], *map(read, eqn.invars))
+            if eqn.primitive.name in calls:
+                body = eqn.params["jaxpr"]
+                if isinstance(body, jex.Jaxpr):
+                    body = jex.ClosedJaxpr(body, ())
+                results = evaluate(body, *map(read, eqn.invars))
             else:
                 operands = [v for v in eqn.invars if isinstance(v, jex.Var)]
                 alone = program.jaxpr.replace(

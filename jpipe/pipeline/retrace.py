@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from jpipe.pipeline.losses import Loss
-from jpipe.pipeline.per_stage import PerStage
+from jpipe.pipeline.per_stage import PerStage, chunks_of
 from jpipe.pipeline.stages import Stages
 
 _LIMIT = 3
@@ -26,7 +26,11 @@ def warn_if_compiled_again(stages: Stages, loss: Loss, *rest: Hashable) -> None:
         loss: its loss.
         *rest: what else a new compilation may be due to, such as shapes.
     """
-    bodies = tuple(stages.body) if isinstance(stages.body, PerStage) else (stages.body,)
+    bodies = [
+        function
+        for body in chunks_of(stages.body)
+        for function in (body if isinstance(body, PerStage) else [body])
+    ]
     functions = (stages.stem, *bodies, stages.head, loss)
     seen = _compiled.setdefault((tuple(map(_origin, functions)), rest), [])
     for known in seen:

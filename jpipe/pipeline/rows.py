@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jpipe.schedule.slots import assign_slots
+from jpipe.schedule.slots import Inbox, assign_slots, assign_weight_slots
 from jpipe.schedule.table import Op, Route, Schedule
 
 
@@ -17,13 +17,21 @@ class Row(NamedTuple):
     Attributes:
         op: a value of `Op`.
         microbatch: which microbatch; meaningless where the stage idles.
-        slot: where the stage keeps it; meaningless where the stage idles.
+        chunk: which of the stage's chunks; meaningless where the stage idles.
+        slot: where the stage keeps what a forward leaves.
+        weight_slot: where it keeps what a backward leaves for the weight gradient.
+        read: where in the inbox the operation's input lies.
+        write: for each lane where in the inbox to put what arrives in this tick.
         route: index of the exchange that runs in this tick, the same on every stage.
     """
 
     op: jax.Array
     microbatch: jax.Array
+    chunk: jax.Array
     slot: jax.Array
+    weight_slot: jax.Array
+    read: jax.Array
+    write: tuple[jax.Array, ...]
     route: jax.Array
 
 
@@ -39,7 +47,7 @@ class Beat(NamedTuple):
     ops: frozenset[Op]
 
 
-def table_rows(schedule: Schedule, axis: str) -> tuple[list[Beat], Row]:
+def table_rows(schedule: Schedule, inbox: Inbox, axis: str) -> tuple[list[Beat], Row]:
     """What is known of a table when the program is compiled, and the rest as arrays.
 
     Where the routes of the table repeat, its rows come in groups of one period. Where they do not
@@ -47,20 +55,19 @@ def table_rows(schedule: Schedule, axis: str) -> tuple[list[Beat], Row]:
 
     Args:
         schedule: the table.
+        inbox: where what arrives waits.
         axis: the mesh axis of the stages; must be manual.
 
     Returns:
         A beat for each tick of a period, and this stage's rows, each field int32
         `[ticks / period, period]`, padded with idle ticks.
     """
-    # With hop 2 a tick sends what the tick before it made.
-    route = np.roll(schedule.route, schedule.hop - 1)
-    period = min(len(schedule.routes), schedule.num_ticks)
-    repeats = np.array_equal(route, np.resize(route[:period], schedule.num_ticks))
-    period = period if repeats else 1
+    period = schedule.period or 1
+    # A tick begins with the exchange of what the tick before it made.
+    route, written = np.roll(schedule.route, 1), np.roll(inbox.write, 1, axis=1)
     beats = [
         Beat(
-            route=schedule.routes[route[k]] if repeats else None,
+            route=schedule.routes[route[k]] if schedule.period else None,
             ops=frozenset(Op(op) for op in np.unique(schedule.op[k::period])),
         )
         for k in range(period)
@@ -73,7 +80,14 @@ def table_rows(schedule: Schedule, axis: str) -> tuple[list[Beat], Row]:
         mine = jax.lax.dynamic_index_in_dim(jnp.asarray(cells), stage, 1, keepdims=False)
         return mine.reshape(-1, period)
 
-    slot = assign_slots(schedule).slot
-    route_of_stage = np.broadcast_to(route[:, None], schedule.op.shape)
-    columns = (schedule.op, schedule.microbatch, slot, route_of_stage)
-    return beats, Row(*(column(cells) for cells in columns))
+    rows = Row(
+        op=column(schedule.op),
+        microbatch=column(schedule.microbatch),
+        chunk=column(schedule.chunk),
+        slot=column(assign_slots(schedule).slot),
+        weight_slot=column(assign_weight_slots(schedule).slot),
+        read=column(inbox.read),
+        write=tuple(column(lane) for lane in written),
+        route=column(np.broadcast_to(route[:, None], schedule.op.shape)),
+    )
+    return beats, rows

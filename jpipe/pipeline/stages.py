@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.pipeline.keys import Keys, block_keys
-from jpipe.pipeline.per_stage import PerStage
+from jpipe.pipeline.per_stage import Chunks, PerStage, map_chunks
 
 Tree = Any
 """A pytree of arrays."""
@@ -27,7 +27,7 @@ class Params(NamedTuple):
         stem: of what only the first stage runs.
         body: of the repeated blocks; every leaf has the blocks stacked in its first dim, which
             lies over the mesh's `stage` axis. If the stages differ, a `PerStage` of their
-            parameters.
+            parameters. If stages have several chunks, `Chunks` of these.
         head: of what only the last stage runs.
     """
 
@@ -49,7 +49,8 @@ class Stages:
         stem: `(params.stem, inputs of a microbatch) -> x`.
         body: `(blocks, x) -> x`, where `blocks` is a slice of `params.body` along its first dim:
             the blocks of one stage, or all of them on one device. If the stages differ, a
-            `PerStage` of functions `(params.body[s], x) -> x`, whose shapes may differ too.
+            `PerStage` of functions `(params.body[s], x) -> x`, whose shapes may differ too. If
+            stages have several chunks, `Chunks` of these.
         head: `(params.head, x) -> outputs`, any pytree.
         stateful: whether the functions have state or draw random numbers. All three then have the
             form `(params, state, x, key) -> (y, updates)`. State lies as parameters do, a `Params`,
@@ -66,7 +67,7 @@ class Stages:
     """
 
     stem: Callable[..., Any]
-    body: Body | PerStage[Body]
+    body: Body | PerStage[Body] | Chunks[Body | PerStage[Body]]
     head: Callable[..., Any]
     stateful: bool = False
     tie: Callable[[Params], Params] | None = None
@@ -77,12 +78,15 @@ class Stages:
         """The three in their full form."""
         if self.stateful:
             return Parts(self.stem, self.body, self.head)
-        body = self.body
+
+        def full(body: Any) -> Any:
+            if isinstance(body, PerStage):
+                return PerStage(*map(_without_state, body))
+            return _without_state(body)
+
         return Parts(
             _without_state(self.stem),
-            PerStage(*map(_without_state, body))
-            if isinstance(body, PerStage)
-            else _without_state(body),
+            map_chunks(full, self.body),
             _without_state(self.head),
         )
 
@@ -110,21 +114,30 @@ class Parts(NamedTuple):
     """Stem, body and head in their full form, see `Stages.stateful`."""
 
     stem: Part
-    body: Part | PerStage[Part]
+    body: Part | PerStage[Part] | Chunks[Part | PerStage[Part]]
     head: Part
 
     def run_body(
         self, params: Tree, state: Tree, x: Tree, key: jax.Array | None
     ) -> tuple[Tree, Tree]:
         """The whole body on one device."""
-        if not isinstance(self.body, PerStage):
-            keys = block_keys(key, 0, num_blocks(params, state))
-            return self.body(params, state, x, keys)
-        updates = []
-        for run, own, own_state in zip(self.body, params, state, strict=True):
-            x, new = run(own, own_state, x, key)
-            updates.append(new)
-        return x, PerStage(*updates)
+        first = 0
+
+        def run_chunk(body: Any, params: Tree, state: Tree) -> Tree:
+            nonlocal x, first
+            if not isinstance(body, PerStage):
+                count = num_blocks(params, state)
+                x, new = body(params, state, x, block_keys(key, first, count))
+                first += count
+                return new
+            updates = []
+            for run, own, own_state in zip(body, params, state, strict=True):
+                x, new = run(own, own_state, x, key)
+                updates.append(new)
+            return PerStage(*updates)
+
+        updates = map_chunks(run_chunk, self.body, params, state)
+        return x, updates
 
     def run(self, params: Params, state: Params, inputs: Tree, keys: Keys) -> tuple[Tree, Params]:
         """The whole model on one device: outputs of one microbatch, and updates."""
@@ -149,8 +162,11 @@ def num_blocks(params: Tree, state: Tree) -> int:
 
 def no_state(params: Params) -> Params:
     """The state of a model without."""
-    body = params.body
-    return Params((), PerStage(*[()] * len(body)) if isinstance(body, PerStage) else (), ())
+
+    def nothing(body: Tree) -> Tree:
+        return PerStage(*[()] * len(body)) if isinstance(body, PerStage) else ()
+
+    return Params((), map_chunks(nothing, params.body), ())
 
 
 def shapes_of(tree: Tree) -> Tree:

@@ -25,7 +25,7 @@ def empty(num_slots: int, contents: Tree) -> Tree:
     return jax.tree.map(lambda a: jnp.zeros((num_slots, *a.shape), a.dtype), contents)
 
 
-def write(buffers: Tree, slot: jax.Array, contents: Tree) -> Tree:
+def write(buffers: Tree, slot: jax.Array | int, contents: Tree) -> Tree:
     """The buffers with one slot replaced."""
 
     def replace(buffer: jax.Array, value: jax.Array) -> jax.Array:

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jpipe.pipeline.per_stage import chunks_of
+
 Tree = Any
 
 
@@ -24,6 +26,10 @@ class Variables(NamedTuple):
     def part(self, name: str) -> "Variables":
         """Those of `stem`, `body` or `head`."""
         return Variables(*(getattr(kind, name) for kind in self))
+
+    def chunks(self) -> "tuple[Variables, ...]":
+        """Those of a body, by chunk."""
+        return tuple(map(Variables, *map(chunks_of, self)))
 
 
 class State(NamedTuple):

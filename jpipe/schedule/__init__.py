@@ -3,8 +3,17 @@
 from jpipe.schedule.builders import (
     forward_only_schedule,
     gpipe_schedule,
+    interleaved_schedule,
     one_f_one_b_overlap_schedule,
     one_f_one_b_schedule,
+    zero_bubble_overlap_schedule,
+    zero_bubble_schedule,
+)
+from jpipe.schedule.cells import (
+    read_schedule,
+    schedule_from_cells,
+    schedule_to_cells,
+    write_schedule,
 )
 from jpipe.schedule.check import check_schedule
 from jpipe.schedule.draw import draw_text, save_figure
@@ -26,9 +35,16 @@ __all__ = [
     "draw_text",
     "forward_only_schedule",
     "gpipe_schedule",
+    "interleaved_schedule",
     "make_schedule",
     "one_f_one_b_overlap_schedule",
     "one_f_one_b_schedule",
+    "read_schedule",
     "save_figure",
+    "schedule_from_cells",
+    "schedule_to_cells",
     "simulate_schedule",
+    "write_schedule",
+    "zero_bubble_overlap_schedule",
+    "zero_bubble_schedule",
 ]

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from jpipe.cli import Parser, number, refuse, whole_number
+from jpipe.cli import Parser, argument, number, refuse, whole_number
+from jpipe.schedule.cells import write_schedule
 from jpipe.schedule.check import check_schedule
 from jpipe.schedule.draw import draw_text, save_figure
-from jpipe.schedule.registry import SCHEDULES, make_schedule
+from jpipe.schedule.registry import SCHEDULES, load_schedule, schedule_named
 from jpipe.schedule.simulate import CostModel, Simulation, simulate_schedule
 from jpipe.schedule.table import Schedule
 
@@ -46,23 +47,31 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--microbatches", type=whole_number(1), required=True, metavar="M")
     parser.add_argument(
         "--schedule",
-        choices=[*SCHEDULES, "all"],
+        type=argument(lambda text: text if text == "all" else schedule_named(text)),
         default="1f1b",
-        help="default: 1f1b; all compares them in one table",
+        metavar="NAME",
+        help=f"{', '.join(SCHEDULES)}, or a .csv file with a table; all compares them; "
+        "default: 1f1b",
+    )
+    parser.add_argument(
+        "--chunks",
+        type=whole_number(1),
+        metavar="V",
+        help="chunks of the model on each stage; default: 2 for interleaved, else 1",
     )
     parser.add_argument(
         "--forward-cost",
         type=positive,
         default=1.0,
         metavar="TIME",
-        help="time of a forward, in any unit; default: 1",
+        help="time of the forward of a stage, in any unit; default: 1",
     )
     parser.add_argument(
         "--backward-cost",
         type=positive,
         default=2.0,
         metavar="TIME",
-        help="time of a backward; default: 2",
+        help="time of its backward; default: 2",
     )
     parser.add_argument(
         "--link-cost",
@@ -72,7 +81,9 @@ def _parser() -> argparse.ArgumentParser:
         help="time of an exchange between neighbours; default: 0",
     )
     parser.add_argument(
-        "--out", metavar="FILE", help="save a figure as .png or .svg, for one schedule"
+        "--out",
+        metavar="FILE",
+        help="save a figure as .png or .svg, or the table as .csv, of one schedule",
     )
     return parser
 
@@ -85,14 +96,21 @@ def _run(args: argparse.Namespace) -> None:
             f"argument --out: {args.out!r} needs one schedule; "
             f"choose one with --schedule {{{','.join(SCHEDULES)}}}"
         )
+    if args.schedule == "all" and args.chunks is not None:
+        raise ValueError(
+            f"argument --chunks: {args.chunks} needs --schedule interleaved; all compares it with 2"
+        )
     costs = CostModel(args.forward_cost, args.backward_cost, args.link_cost)
     names = list(SCHEDULES) if args.schedule == "all" else [args.schedule]
-    schedules = [make_schedule(name, args.stages, args.microbatches) for name in names]
+    schedules = [load_schedule(name, args.stages, args.microbatches, args.chunks) for name in names]
     for schedule in schedules:
         check_schedule(schedule)
     if args.out is not None:
         try:
-            save_figure(schedules[0], args.out, costs=costs)
+            if args.out.endswith(".csv"):
+                write_schedule(schedules[0], args.out)
+            else:
+                save_figure(schedules[0], args.out, costs=costs)
         except ValueError as error:
             raise ValueError(f"argument --out: {error}") from error
         except OSError as error:
@@ -122,7 +140,9 @@ def _summary(
         "makespan, in forwards": lambda _, sim: f"{sim.makespan / forward_cost:g}",
         "bubble": lambda _, sim: f"{sim.bubble:.1%}",
         "idle by stage, in forwards": lambda _, sim: _by_stage(sim.idle / forward_cost),
-        "microbatches kept at most, by stage": lambda _, sim: _by_stage(sim.peak_kept),
+        "kept at most, by stage": lambda schedule, sim: (
+            _by_stage(sim.peak_kept) + (" chunks" if schedule.num_chunks > 1 else "")
+        ),
     }
     for label, show in rows.items():
         table.add_row(label, *(show(*pair) for pair in zip(schedules, found, strict=True)))

@@ -10,11 +10,12 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jpipe.files import write_atomically
+from jpipe.schedule.cells import cell_name, cell_number
 from jpipe.schedule.phases import Phase, find_phases, find_pipeline_phases
 from jpipe.schedule.simulate import CostModel, Simulation, simulate_schedule
 from jpipe.schedule.table import Op, Schedule
@@ -24,10 +25,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.text import Text
 
-# F is dark with light digits and B light with dark ones, so they differ without colour as well.
-# Odd microbatches are a shade lighter: the eye follows one through the stages.
-_FILL = {Op.FORWARD: ("#2f5d8c", "#4b7fb3"), Op.BACKWARD: ("#f2ac57", "#f7c98f")}
-_INK = {Op.FORWARD: "#ffffff", Op.BACKWARD: "#3d2600"}
+# F is dark with light digits, B light with dark ones and W almost white, so they differ without
+# colour as well. Odd microbatches are a shade lighter: the eye follows one through the stages.
+_FILL = {
+    Op.FORWARD: ("#2f5d8c", "#4b7fb3"),
+    Op.BACKWARD: ("#f2ac57", "#f7c98f"),
+    Op.WEIGHT: ("#cfe3c4", "#e2efdb"),
+}
+_INK = {Op.FORWARD: "#ffffff", Op.BACKWARD: "#3d2600", Op.WEIGHT: "#1f3d14"}
+_LABEL = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.WEIGHT: "weight gradient"}
 _SHADE = {Phase.WARM_UP: "#dfeaf5", Phase.STEADY: "#e6efdf", Phase.COOL_DOWN: "#efe7f3"}
 _GREY = "#5f6670"
 _SUFFIXES = (".png", ".svg")
@@ -39,8 +45,9 @@ _ROW, _TOP, _BOTTOM, _LEFT, _RIGHT = 0.5, 0.8, 0.95, 0.85, 1.05
 def draw_text(schedule: Schedule, *, width: int | None = None) -> "Text":
     """Draw a table for a terminal: a row for each stage, a column for each tick.
 
-    `F3` is the forward of microbatch 3 and `B3` its backward. The line above names the phases of
-    the whole pipeline.
+    `F3` is the forward of microbatch 3, `B3` its backward, and `W3` its weight gradient where that
+    is an operation of its own; `F3.1` is that of chunk 1. The line above names the phases of the
+    whole pipeline.
 
     Args:
         schedule: a table that `check_schedule` accepts.
@@ -53,7 +60,7 @@ def draw_text(schedule: Schedule, *, width: int | None = None) -> "Text":
     from rich.text import Text
 
     margin = len(f"stage {schedule.num_stages - 1}") + 1
-    cell = 1 + max(len(_name(schedule, t, s)) for t, s in np.ndindex(schedule.op.shape))
+    cell = 1 + max(len(cell_name(schedule, t, s) or "·") for t, s in np.ndindex(schedule.op.shape))
     narrowest = margin + 3 * cell
     if width is None:
         width = max(shutil.get_terminal_size().columns, narrowest)
@@ -78,7 +85,7 @@ def draw_text(schedule: Schedule, *, width: int | None = None) -> "Text":
                 continue
             op = Op(int(schedule.op[t, s]))
             fill = _FILL[op][schedule.microbatch[t, s] % 2]
-            line.append(_name(schedule, t, s).ljust(cell - 1), f"bold {_INK[op]} on {fill}")
+            line.append(cell_name(schedule, t, s).ljust(cell - 1), f"bold {_INK[op]} on {fill}")
             line.append(" ")
         lines.append(line)
     if hidden:
@@ -88,26 +95,9 @@ def draw_text(schedule: Schedule, *, width: int | None = None) -> "Text":
     return Text("\n", no_wrap=True, overflow="crop").join(lines)
 
 
-def _trains(schedule: Schedule) -> bool:
-    """Whether there are backwards: a table without them has no phases."""
-    return bool((schedule.op == Op.BACKWARD).any())
-
-
-def _name(schedule: Schedule, t: int, s: int) -> str:
-    """What a cell of the text shows."""
-    letter = {Op.IDLE: "·", Op.FORWARD: "F", Op.BACKWARD: "B"}[Op(int(schedule.op[t, s]))]
-    return letter if letter == "·" else letter + _number(schedule, t, s)
-
-
-def _number(schedule: Schedule, t: int, s: int) -> str:
-    """The microbatch, and the chunk if a stage has several."""
-    chunk = f".{schedule.chunk[t, s]}" if schedule.num_chunks > 1 else ""
-    return f"{schedule.microbatch[t, s]}{chunk}"
-
-
 def _phase_ruler(schedule: Schedule, columns: Sequence[int | None], cell: int) -> str:
     """A line with a bracket over the columns of each phase."""
-    if not _trains(schedule):
+    if not schedule.trains:
         return ""
     by_tick = find_pipeline_phases(schedule)
     by_column: list[Phase] = []
@@ -182,7 +172,7 @@ def _paint(figure: "Figure", schedule: Schedule, costs: CostModel, found: Simula
 
     num_stages = schedule.num_stages
     shortest = float(np.nanmin(found.end - found.start))
-    digits = max(len(_number(schedule, t, s)) for t, s in np.argwhere(schedule.op != Op.IDLE))
+    digits = max(len(cell_number(schedule, t, s)) for t, s in np.argwhere(schedule.op != Op.IDLE))
     wish = (0.075 * digits + 0.05) * found.makespan / shortest
     across = float(np.clip(wish, 6.0, 18.0))
     width, height = _LEFT + across + _RIGHT, _TOP + num_stages * _ROW + _BOTTOM
@@ -199,7 +189,7 @@ def _paint(figure: "Figure", schedule: Schedule, costs: CostModel, found: Simula
     axes.tick_params(left=False, labelsize=9, colors=_GREY)
     axes.spines[["top", "left", "right"]].set_visible(False)
     axes.spines["bottom"].set_color(_GREY)
-    axes.set_xlabel(f"time ({_describe(costs)})", fontsize=9, color=_GREY)
+    axes.set_xlabel(f"time ({_describe(schedule, costs)})", fontsize=9, color=_GREY)
 
     kept = ["microbatches\nkept at most", *map(str, found.peak_kept.tolist())]
     for text, row in zip(kept, [-0.5 - 0.22 / _ROW, *range(num_stages)], strict=True):
@@ -216,9 +206,9 @@ def _paint(figure: "Figure", schedule: Schedule, costs: CostModel, found: Simula
         ),
     ):
         figure.text(left, 1 - inch / height, text, fontsize=size, weight=weight, va="center")
-    present = [p for p in Phase if (find_phases(schedule) == p).any() and _trains(schedule)]
+    present = [p for p in Phase if (find_phases(schedule) == p).any() and schedule.trains]
     handles = [
-        Patch(color=fills[0], label=op.name.lower())
+        Patch(color=fills[0], label=_LABEL[op])
         for op, fills in _FILL.items()
         if (schedule.op == op).any()
     ]
@@ -246,7 +236,7 @@ def _paint_phases(axes: "Axes", schedule: Schedule, found: Simulation, inches: f
         edges = [0.0, *starts, found.makespan]
         for phase, (left, right) in zip(present, itertools.pairwise(edges), strict=True):
             axes.barh(s, right - left, 0.94, left, color=_SHADE[phase], zorder=0)
-            if _trains(schedule) and (right - left) * inches > 0.055 * len(phase.label) + 0.06:
+            if schedule.trains and (right - left) * inches > 0.055 * len(phase.label) + 0.06:
                 axes.text(
                     (left + right) / 2,
                     s + 0.345,
@@ -280,13 +270,13 @@ def _paint_operations(axes: "Axes", schedule: Schedule, found: Simulation, inche
             )
         )
         # A digit is 0.64 of the size of its font wide, and a point is 1/72 inch.
-        digits = max(len(_number(schedule, t, s)) for t, s in cells)
+        digits = max(len(cell_number(schedule, t, s)) for t, s in cells)
         size = min(9.0, 72 * narrowest / (0.64 * digits + 0.4))
         for t, s in cells if size >= 4.5 else []:
             axes.text(
                 found.start[t, s] + length[t, s] / 2,
                 s - 0.1,
-                _number(schedule, t, s),
+                cell_number(schedule, t, s),
                 ha="center",
                 va="center_baseline",
                 fontsize=size,
@@ -294,10 +284,14 @@ def _paint_operations(axes: "Axes", schedule: Schedule, found: Simulation, inche
             )
 
 
-def _describe(costs: CostModel) -> str:
+def _describe(schedule: Schedule, costs: CostModel) -> str:
     """The costs in a few words."""
     parts = []
-    for name, cost in (("F", costs.forward), ("B", costs.backward), ("exchange", costs.link)):
+    split = np.asarray(costs.backward, float) * costs.weight
+    operations: list[tuple[str, Any]] = [("F", costs.forward), ("B", costs.backward)]
+    if schedule.splits_backward:
+        operations[1:] = [("B", costs.backward - split), ("W", split)]
+    for name, cost in (*operations, ("exchange", costs.link)):
         values = np.unique(np.asarray(cost, float))
         low, high = f"{values[0]:g}", f"{values[-1]:g}"
         parts.append(f"{name} = {low}" if low == high else f"{name} = {low} to {high}")

@@ -20,9 +20,12 @@ class CostModel:
     """What operations and exchanges cost, all in one arbitrary unit of time.
 
     Attributes:
-        forward: time of one forward, above 0: one number, or one for each stage.
-        backward: time of one backward, the same way.
+        forward: time of the forward of a whole stage, above 0: one number, or one for each stage.
+            If a stage has several chunks, each takes an equal share.
+        backward: time of the backward of a whole stage, the same way.
         link: time of one exchange, at least 0. Both directions of a link run at once.
+        weight: how much of the backward is the gradient of the parameters, above 0 and below 1, for
+            tables that split it.
 
     Raises:
         ValueError: if a cost is out of range.
@@ -31,8 +34,11 @@ class CostModel:
     forward: float | Sequence[float] = 1.0
     backward: float | Sequence[float] = 2.0
     link: float = 0.0
+    weight: float = 0.5
 
     def __post_init__(self) -> None:
+        if not 0 < self.weight < 1:
+            raise ValueError(f"weight={self.weight} must be a share above 0 and below 1")
         for name in ("forward", "backward"):
             cost = np.asarray(getattr(self, name), float)
             if cost.ndim > 1 or not cost.size or not (np.isfinite(cost) & (cost > 0)).all():
@@ -43,12 +49,12 @@ class CostModel:
         if not (np.isfinite(self.link) and self.link >= 0):
             raise ValueError(f"link={self.link} must be a finite time of at least 0")
 
-    def per_stage(self, op: Op, num_stages: int) -> NDArray[np.float64]:
-        """The time of one kind of operation on each stage.
+    def per_stage(self, op: Op, schedule: Schedule) -> NDArray[np.float64]:
+        """The time of one kind of operation of a table on each stage.
 
         Args:
             op: any; `Op.IDLE` costs nothing.
-            num_stages: P.
+            schedule: the table.
 
         Returns:
             float64 `[num_stages]`.
@@ -56,6 +62,7 @@ class CostModel:
         Raises:
             ValueError: if the model names costs for another number of stages.
         """
+        num_stages = schedule.num_stages
         if op == Op.IDLE:
             return np.zeros(num_stages)
         name = "forward" if op == Op.FORWARD else "backward"
@@ -65,7 +72,10 @@ class CostModel:
                 f"{name}={getattr(self, name)} must be one number or one for each of the "
                 f"{num_stages} stages"
             )
-        return np.broadcast_to(cost, (num_stages,))
+        share = {Op.FORWARD: 1.0, Op.BACKWARD: 1.0 - self.weight, Op.WEIGHT: self.weight}[op]
+        if op == Op.BACKWARD and not schedule.splits_backward:
+            share = 1.0
+        return np.broadcast_to(cost * share / schedule.num_chunks, (num_stages,))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,7 +106,10 @@ def simulate_schedule(schedule: Schedule, costs: CostModel) -> Simulation:
 
     With hop 1, the stages joined by an edge of the route of tick `t` meet after their operations
     of tick `t`: the exchange starts when both have arrived, takes `costs.link`, and both go on
-    when it ends. A stage with two partners waits for both, one without an edge goes on at once.
+    when it ends. A stage with two partners waits for both, one without an edge goes on at once,
+    and so does one whose next operation is a weight gradient, which needs nothing that arrives: it
+    waits for the exchange afterwards. (Not where the route is picked at run time, see
+    `Schedule.period`.)
 
     With hop 2, the exchange of what tick `t` made starts when both ends have begun tick `t + 1`
     and runs beside its operations. A stage leaves tick `t + 1` when both are done.
@@ -111,17 +124,21 @@ def simulate_schedule(schedule: Schedule, costs: CostModel) -> Simulation:
     if schedule.hop not in (1, 2):
         raise ValueError(f"hop={schedule.hop} of schedule {schedule.name!r} must be 1 or 2")
     num_stages = schedule.num_stages
-    cost_by_op = np.stack([costs.per_stage(op, num_stages) for op in Op])
+    cost_by_op = np.stack([costs.per_stage(op, schedule) for op in Op])
     work = cost_by_op[schedule.op, np.arange(num_stages)]
     meets = [_partners(route, num_stages) for route in schedule.routes]
 
     begin, finish, leave = (np.zeros(schedule.op.shape) for _ in range(3))
-    now = np.zeros(num_stages)
+    now, pending = np.zeros(num_stages), np.zeros(num_stages)
     for t in range(schedule.num_ticks):
         begin[t], finish[t] = now, now + work[t]
-        now = finish[t]
+        now = np.maximum(finish[t], pending)
         if schedule.hop == 1:
-            now = _exchange(finish[t], meets[schedule.route[t]], costs.link, now)
+            done = _exchange(now, meets[schedule.route[t]], costs.link, now)
+            beside = schedule.op[t + 1 : t + 2] == Op.WEIGHT
+            known = len(beside) and schedule.period is not None
+            hides = beside[0] if known else np.zeros(num_stages, np.bool_)
+            now, pending = np.where(hides, now, done), np.where(hides, done, 0.0)
         elif t > 0:
             now = _exchange(begin[t], meets[schedule.route[t - 1]], costs.link, now)
         leave[t] = now

@@ -5,9 +5,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from jpipe.cli import Parser, number, whole_number
+from jpipe.cli import Parser, argument, number, whole_number
 from jpipe.pipeline import Recompute
 from jpipe.schedule import SCHEDULES
+from jpipe.schedule.registry import schedule_named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,9 @@ class TrainOptions:
         steps: optimizer updates.
         batch_size: examples of a step, over all devices.
         microbatches: microbatches of a step.
-        schedule: name of the pipeline schedule.
+        schedule: name of the pipeline schedule, or a `.csv` file with a table.
+        chunks: chunks of the model on each stage; None for 2 of `interleaved`, what a table has, 1
+            of others.
         recompute: what the backward computes again instead of keeping it.
         learning_rate: highest learning rate.
         seed: decides parameters, order of the data and the sample.
@@ -55,6 +58,7 @@ class TrainOptions:
     batch_size: int = 16
     microbatches: int = 8
     schedule: str = "1f1b"
+    chunks: int | None = None
     recompute: Recompute = "none"
     learning_rate: float = 2e-3
     seed: int = 0
@@ -119,7 +123,18 @@ def parse_options(argv: Sequence[str] | None = None) -> TrainOptions:
     add("--steps", "optimizer updates", type=whole_number(0), metavar="N")
     add("--batch-size", "examples of a step, over all devices", type=positive, metavar="N")
     add("--microbatches", "microbatches of a step", type=positive, metavar="N")
-    add("--schedule", "pipeline schedule", choices=list(SCHEDULES))
+    add(
+        "--schedule",
+        f"pipeline schedule: {', '.join(SCHEDULES)}, or a .csv file with a table",
+        type=argument(schedule_named),
+        metavar="NAME",
+    )
+    add(
+        "--chunks",
+        "chunks of the model on each stage; none for 2 of interleaved, else 1",
+        type=positive,
+        metavar="V",
+    )
     add(
         "--recompute",
         "what the backward computes again instead of keeping it from the forward",

@@ -62,14 +62,17 @@ def print_header(
 def describe_split(model: FlaxPipeline, num_stages: int) -> str:
     """Which stage has which blocks, in one line."""
     if model.split_points is None:
-        return f"{model.num_blocks // num_stages} blocks each"
+        each = f"{model.num_blocks // num_stages} blocks each"
+        return each + (f", in {model.num_chunks} chunks" if model.num_chunks > 1 else "")
     ends = [0, *model.split_points, model.num_blocks]
     ranges = [f"{a}-{b - 1}" if b - a > 1 else f"{a}" for a, b in itertools.pairwise(ends)]
     if model.stage_flops is None:
         return f"blocks {', '.join(ranges)}"
-    most = max(model.stage_flops) / (sum(model.stage_flops) / num_stages)
+    pieces = len(model.stage_flops)
+    most = max(model.stage_flops) / (sum(model.stage_flops) / pieces)
+    what = "stage" if pieces == num_stages else "chunk of a stage"
     return (
-        f"blocks {', '.join(ranges)}, balanced by operations: the most on one stage is "
+        f"blocks {', '.join(ranges)}, balanced by operations: the most on one {what} is "
         f"{most:.2f} times the mean"
     )
 

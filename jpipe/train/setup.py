@@ -13,7 +13,8 @@ import jpipe
 from jpipe.mesh import DATA, MODEL, STAGE, make_mesh, parse_mesh
 from jpipe.pipeline import Params, param_shardings
 from jpipe.processes import is_main, own_rows
-from jpipe.schedule import Schedule, check_schedule, make_schedule
+from jpipe.schedule import Schedule, check_schedule
+from jpipe.schedule.registry import load_schedule
 from jpipe.train.devices import Devices, choose_devices
 from jpipe.train.language import LanguageTask
 from jpipe.train.optimizer import make_optimizer
@@ -64,14 +65,16 @@ def prepare(options: TrainOptions) -> Setup:
     """
     axes = parse_mesh(options.mesh)
     num_stages = axes[STAGE]
-    if options.model == "gpt" and num_stages > options.layers:
+    microbatch_size = _microbatch_size(options, axes[DATA])
+    schedule = _schedule(options, num_stages)
+    pieces = num_stages * schedule.num_chunks
+    if options.model == "gpt" and pieces > options.layers:
+        chunks = f" of {schedule.num_chunks} chunks each" if schedule.num_chunks > 1 else ""
         raise ValueError(
             f"--mesh {options.mesh}: {options.layers} layers cannot be cut into {num_stages} "
-            f"stages; use at most {options.layers} stages, or more --layers"
+            f"stages{chunks}; use at most {options.layers} {'of these' if chunks else 'stages'}, "
+            "or more --layers"
         )
-    microbatch_size = _microbatch_size(options, axes[DATA])
-    schedule = make_schedule(options.schedule, num_stages, options.microbatches)
-    check_schedule(schedule)
     task: Task
     if options.model in RESNETS:
         _check_images_only(options)
@@ -82,7 +85,7 @@ def prepare(options: TrainOptions) -> Setup:
     mesh = make_mesh(num_stages, axes[DATA], axes[MODEL], devices=devices.devices)
     _check_processes(mesh)
     rows = own_rows(mesh, microbatch_size)
-    task.place(mesh)
+    task.place(mesh, schedule.num_chunks)
     param_shardings(mesh, _params(task), task.model.stages.partition)  # refuses what cannot lie so
     return Setup(
         options=options,
@@ -101,6 +104,18 @@ def _params(task: Task) -> Params:
     """Shapes and dtypes of a model's parameters."""
     made: Any = jax.eval_shape(task.init)
     return made if isinstance(made, Params) else made[0]
+
+
+def _schedule(options: TrainOptions, num_stages: int) -> Schedule:
+    """The table, proved right."""
+    try:
+        schedule = load_schedule(options.schedule, num_stages, options.microbatches, options.chunks)
+        check_schedule(schedule)
+    except ValueError as error:
+        raise ValueError(f"--schedule {options.schedule}: {error}") from error
+    if not schedule.trains:
+        raise ValueError(f"--schedule {options.schedule} has no backwards; give a training table")
+    return schedule
 
 
 def _check_images_only(options: TrainOptions) -> None:

@@ -53,8 +53,8 @@ class Task(abc.ABC):
     batches: ShuffledBatches
     validation: tuple[Any, Any]
 
-    def place(self, mesh: Mesh) -> None:
-        """Cut the model for a mesh."""
+    def place(self, mesh: Mesh, num_chunks: int) -> None:
+        """Cut the model for a mesh, with so many chunks on each stage."""
         self.model = pipeline_from_nnx(
             self.make_model,
             stem=self.stem,
@@ -62,6 +62,7 @@ class Task(abc.ABC):
             head="head",
             recompute=self.options.recompute,
             num_stages=mesh.shape[STAGE],
+            num_chunks=num_chunks,
             inputs=self.inputs,
         )
 

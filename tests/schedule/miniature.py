@@ -1,17 +1,19 @@
 """An executor in miniature, to see whether a table computes the right gradients.
 
 Virtual stage v maps x to w_v x^2 in a finite field, so every wrong input shows, and it folds the
-gradients of w_v so that their order shows too.
+gradients of w_v so that their order shows too. What nobody sent is a number as good as any other.
 """
 
 from jpipe.schedule import (
     Op,
     assign_slots,
 )
+from jpipe.schedule.slots import assign_inbox, assign_weight_slots
+from jpipe.schedule.table import lanes
 
-F, B = int(Op.FORWARD), int(Op.BACKWARD)
+F, B, W = int(Op.FORWARD), int(Op.BACKWARD), int(Op.WEIGHT)
 
-FIELD, FOLD = 2**31 - 1, 1_000_003
+FIELD, FOLD, JUNK = 2**31 - 1, 1_000_003, 271_828
 
 
 def weight(v):
@@ -22,9 +24,12 @@ def forward(v, x):
     return weight(v) * x * x % FIELD
 
 
-def backward(v, x, g):
-    """The gradient of the input, and the term of the weight."""
-    return 2 * weight(v) * x * g % FIELD, x * x * g % FIELD
+def input_gradient(v, x, g):
+    return 2 * weight(v) * x * g % FIELD
+
+
+def weight_gradient(x, g):
+    return x * x * g % FIELD
 
 
 def fold(total, term):
@@ -39,36 +44,57 @@ def expected_gradients(num_virtual, num_microbatches):
             xs.append(forward(v, xs[-1]))
         g = xs[-1]
         for v in reversed(range(num_virtual)):
-            g, term = backward(v, xs[v], g)
-            totals[v] = fold(totals[v], term)
+            totals[v] = fold(totals[v], weight_gradient(xs[v], g))
+            g = input_gradient(v, xs[v], g)
     return totals
 
 
 def executed_gradients(schedule):
     """What an executor computes that knows nothing but the table."""
     P, last = schedule.num_stages, schedule.num_chunks * schedule.num_stages - 1
-    slots = assign_slots(schedule)
-    stash = [[0] * n for n in slots.per_stage]
+    slots, inbox, weight_slots = (
+        assign(schedule) for assign in (assign_slots, assign_inbox, assign_weight_slots)
+    )
+    stash = [[JUNK] * n for n in slots.per_stage]
+    left = [[JUNK] * n for n in weight_slots.per_stage]
+    letters = [[JUNK] * inbox.size for _ in range(P)]
     top = [{} for _ in range(P)]
     totals = [1] * (last + 1)
-    outbox, on_the_way = [0] * P, [[0] * P for _ in range(schedule.hop)]
+    outbox = [JUNK] * P
+
+    def deliver(t):
+        """What tick t made arrives."""
+        cut = lanes(P, schedule.routes[schedule.route[t]])
+        for k in range(inbox.num_lanes):
+            arrives = {b: a for a, b in (cut[k] if k < len(cut) else ())}
+            for s in range(P):
+                sent = outbox[arrives[s]] if s in arrives else JUNK
+                letters[s][inbox.write[k, t, s]] = sent
+
     for t in range(schedule.num_ticks):
-        inbox = on_the_way.pop(0)
+        if t and schedule.hop == 1:
+            deliver(t - 1)
+        made = list(outbox)
         for s in range(P):
             op, i, c = schedule.op[t, s], int(schedule.microbatch[t, s]), schedule.chunk[t, s]
-            v, slot = int(c) * P + s, slots.slot[t, s]
+            v, slot, arrived = int(c) * P + s, slots.slot[t, s], letters[s][inbox.read[t, s]]
             if op == F:
-                x = i + 5 if v == 0 else inbox[s]
+                x = i + 5 if v == 0 else arrived
                 stash[s][slot] = x
-                outbox[s] = forward(v, x)
+                made[s] = forward(v, x)
                 if v == last:
-                    top[s][i] = outbox[s]
+                    top[s][i] = made[s]
             elif op == B:
-                g = top[s][i] if v == last else inbox[s]
-                outbox[s], term = backward(v, stash[s][slot], g)
-                totals[v] = fold(totals[v], term)
-        arrives = [0] * P
-        for a, b in schedule.routes[schedule.route[t]]:
-            arrives[b] = outbox[a]
-        on_the_way.append(arrives)
+                g = top[s][i] if v == last else arrived
+                made[s] = input_gradient(v, stash[s][slot], g)
+                if schedule.splits_backward:
+                    left[s][weight_slots.slot[t, s]] = g
+                else:
+                    totals[v] = fold(totals[v], weight_gradient(stash[s][slot], g))
+            elif op == W:
+                g = left[s][weight_slots.slot[t, s]]
+                totals[v] = fold(totals[v], weight_gradient(stash[s][slot], g))
+        if t and schedule.hop == 2:
+            deliver(t - 1)
+        outbox = made
     return totals

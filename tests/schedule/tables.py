@@ -13,8 +13,9 @@ from jpipe.schedule import (
     forward_only_schedule,
     make_schedule,
 )
+from jpipe.schedule.table import from_cells
 
-F, B = int(Op.FORWARD), int(Op.BACKWARD)
+F, B, W = int(Op.FORWARD), int(Op.BACKWARD), int(Op.WEIGHT)
 
 
 def sparse_table(P, V, hop, gaps):
@@ -69,13 +70,52 @@ def sparse_table(P, V, hop, gaps):
     )
 
 
+def random_table(P, V, M, hop, splits, random):
+    """A right table in which every stage does, in each tick, anything it can or nothing."""
+    last = V * P - 1
+    kinds = (F, B, W) if splits else (F, B)
+    done = {op: [0] * (last + 1) for op in kinds}
+    tick_of, cells, t = {}, {}, 0
+
+    def ready(op, v):
+        i = done[op][v]
+        if i == M:
+            return False
+        needs = [(op, v - 1 if op == F else v + 1)] if op != W and 0 < v + (op == B) <= last else []
+        arrived = all(tick_of.get((*need, i), t) + hop <= t for need in needs)
+        before = {F: None, B: F, W: B}[op]
+        return arrived and (before is None or done[before][v] > i)
+
+    while any(count < M for counts in done.values() for count in counts):
+        chosen = {}
+        for s in range(P):
+            can = [(op, v) for op in kinds for v in range(s, last + 1, P) if ready(op, v)]
+            if can and random.random() < 0.8:
+                chosen[s] = random.choice(can)
+        for s, (op, v) in chosen.items():
+            i = done[op][v]
+            cells[t, s], tick_of[op, v, i] = (op, i, v // P), t
+            done[op][v] += 1
+        t += 1
+    return from_cells("random", P, M, cells, hop=hop, num_chunks=V)
+
+
+chunks = st.integers(1, 3)
+
+
 # A table has to have neighbours for the tick of an operation to matter.
 @st.composite
 def tables(draw, least_stages=2):
-    if draw(st.booleans()):
+    kind = draw(st.sampled_from(["built", "sparse", "random"]))
+    if kind == "built":
         name = draw(st.sampled_from([*sorted(SCHEDULES), "forward-only"]))
-        P, M = draw(st.integers(least_stages, 6)), draw(st.integers(1, 8))
-        return forward_only_schedule(P, M) if name == "forward-only" else make_schedule(name, P, M)
+        P, M, V = draw(st.integers(least_stages, 6)), draw(st.integers(1, 8)), draw(chunks)
+        if name == "forward-only":
+            return forward_only_schedule(P, M, V)
+        return make_schedule(name, P, M, V if name == "interleaved" else 1)
+    if kind == "random":
+        sizes = [draw(st.integers(*pair)) for pair in ((least_stages, 4), (1, 3), (1, 4), (1, 2))]
+        return random_table(*sizes, draw(st.booleans()), draw(st.randoms(use_true_random=False)))
     P, V, hop = draw(st.integers(least_stages, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
     gap = st.integers(0, 3)
     return sparse_table(P, V, hop, draw(st.lists(st.tuples(gap, gap), min_size=1, max_size=5)))
@@ -101,7 +141,7 @@ def swapped(schedule, a, b):
 def used_edges(schedule):
     """(tick, edge) of all that carries something to its user."""
     last = schedule.num_chunks * schedule.num_stages - 1
-    for t, s in np.argwhere(schedule.op != Op.IDLE).tolist():
+    for t, s in np.argwhere(np.isin(schedule.op, [F, B])).tolist():
         step = 1 if schedule.op[t, s] == Op.FORWARD else -1
         v = int(schedule.chunk[t, s]) * schedule.num_stages + s + step
         if 0 <= v <= last:
@@ -116,7 +156,8 @@ def without_edge(schedule, t, edge):
     return dataclasses.replace(schedule, routes=(*schedule.routes, poorer), route=route)
 
 
-KINDS = ("swap", "shift", "delete", "microbatch", "op", "chunk", "edge", "fill")
+FATAL = ("delete", "microbatch", "op", "chunk", "edge", "fill")
+KINDS = (*FATAL, "swap", "shift")  # operations in other ticks may make another right table
 
 
 @st.composite
@@ -141,7 +182,7 @@ def corruptions(draw, schedule, kind):
             values = st.integers(-2, schedule.num_microbatches + 1)
             return edited(schedule, (cell, (op, draw(values.filter(lambda x: x != i)), c)))
         case "op":
-            values = st.sampled_from([x for x in (-1, 0, 1, 2, 3) if x != op])
+            values = st.sampled_from([x for x in (-1, 0, 1, 2, 3, 4) if x != op])
             return edited(schedule, (cell, (draw(values), i, c)))
         case "chunk":
             values = st.integers(-1, schedule.num_chunks).filter(lambda x: x != c)

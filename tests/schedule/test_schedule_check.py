@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from schedule.miniature import executed_gradients, expected_gradients
 from schedule.tables import (
+    FATAL,
     KINDS,
     corruptions,
     swapped,
@@ -22,6 +23,7 @@ from jpipe.schedule import (
     check_schedule,
     gpipe_schedule,
     one_f_one_b_schedule,
+    zero_bubble_schedule,
 )
 
 F, B = int(Op.FORWARD), int(Op.BACKWARD)
@@ -38,7 +40,7 @@ def test_right_tables_are_accepted_and_compute_right_gradients(schedule):
         )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FATAL)
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_any_single_corruption_is_refused(kind, data):
@@ -76,6 +78,10 @@ def test_the_miniature_executor_notices_a_wrong_input():
     assert executed_gradients(schedule) == expected
     assert executed_gradients(without_edge(schedule, 5, (1, 2))) != expected
     assert executed_gradients(dataclasses.replace(schedule, hop=2)) != expected
+    split = zero_bubble_schedule(2, 2)
+    assert executed_gradients(split) == expected_gradients(2, 2)
+    weights = [tuple(cell) for cell in np.argwhere(split.op == Op.WEIGHT).tolist() if cell[1] == 0]
+    assert executed_gradients(swapped(split, *weights)) != expected_gradients(2, 2)
     one_stage = gpipe_schedule(1, 2)
     assert executed_gradients(swapped(one_stage, (2, 0), (3, 0))) != expected_gradients(1, 2)
 

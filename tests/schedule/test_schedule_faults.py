@@ -15,6 +15,7 @@ from jpipe.schedule import (
     gpipe_schedule,
     make_schedule,
     one_f_one_b_schedule,
+    zero_bubble_schedule,
 )
 
 F, B = int(Op.FORWARD), int(Op.BACKWARD)
@@ -22,6 +23,7 @@ F, B = int(Op.FORWARD), int(Op.BACKWARD)
 # In the table below, F(i) of stage s is in tick 2i + s and B(j) in tick 2j + 7 - s.
 
 BASE = one_f_one_b_schedule(4, 6)
+ZERO = zero_bubble_schedule(4, 8)
 
 
 def with_routes(*routes, schedule=BASE):
@@ -43,21 +45,22 @@ EVEN, ODD = BASE.routes
 FAULTS = {
     "deleted forward": (
         edited(BASE, ((5, 1), (0, -1, -1))),
-        "lost input at stage 1, tick 5, microbatch 2: expected F(2) on stage 1",
+        "missing input at stage 2, tick 6, microbatch 2: F(2) on stage 2 expected F(2) on stage 1 "
+        "by tick 5; it never runs",
     ),
     "deleted first forward": (
         edited(BASE, ((4, 0), (0, -1, -1))),
         "missing input at stage 1, tick 5, microbatch 2: F(2) on stage 1 expected F(2) on stage 0 "
-        "in tick 4; it never runs",
+        "by tick 4; it never runs",
     ),
     "deleted backward": (
         edited(BASE, ((14, 3), (0, -1, -1))),
         "missing input at stage 2, tick 15, microbatch 5: B(5) on stage 2 expected B(5) on stage 3 "
-        "in tick 14; it never runs",
+        "by tick 14; it never runs",
     ),
     "deleted last backward": (
         edited(BASE, ((17, 0), (0, -1, -1))),
-        "lost input at stage 0, tick 17, microbatch 5: expected B(5) on stage 0",
+        "missing operation at stage 0, tick 17, microbatch 5: expected B(5) on stage 0 by tick 17",
     ),
     "skipped microbatch": (
         edited(BASE, ((6, 0), (F, 4, 0))),
@@ -69,8 +72,8 @@ FAULTS = {
     ),
     "wrong microbatch": (
         edited(BASE, ((7, 1), (F, 4, 0))),
-        "lost input at stage 1, tick 7, microbatch 3: expected F(3) on stage 1, whose input "
-        "arrives now; it runs F(4) on stage 1",
+        "missing input at stage 1, tick 7, microbatch 4: F(4) on stage 1 expected F(4) on stage 0 "
+        "by tick 6; it runs in tick 8",
     ),
     "microbatch too large": (
         edited(BASE, ((6, 0), (F, 6, 0))),
@@ -95,7 +98,7 @@ FAULTS = {
     ),
     "unknown op": (
         edited(BASE, ((6, 0), (7, 3, 0))),
-        "unknown op at stage 0, tick 6, microbatch 3: expected one of [0, 1, 2], is 7",
+        "unknown op at stage 0, tick 6, microbatch 3: expected one of [0, 1, 2, 3], is 7",
     ),
     "forward instead of backward": (
         edited(BASE, ((9, 0), (F, 1, 0))),
@@ -104,7 +107,7 @@ FAULTS = {
     "backward too early": (
         edited(BASE, ((2, 0), (B, 1, 0))),
         "missing input at stage 0, tick 2, microbatch 1: B(1) on stage 0 expected B(1) on stage 1 "
-        "in tick 1; it runs in tick 8",
+        "by tick 1; it runs in tick 8",
     ),
     "backward before forward": (
         swapped(gpipe_schedule(1, 2), (1, 0), (3, 0)),
@@ -124,17 +127,31 @@ FAULTS = {
     ),
     "table cut short": (
         cut(BASE, 17),
-        "lost input at stage 0, tick 17, microbatch 5: expected B(5) on stage 0; the table ends "
-        "with tick 16",
+        "missing operation at stage 0, tick 16, microbatch 5: expected B(5) on stage 0 by tick 16, "
+        "the last",
     ),
     "table cut in the middle": (
         cut(make_schedule("1f1b-overlap", 4, 6), 6),
-        "lost input at stage 1, tick 6, microbatch 2: expected F(2) on stage 1; the table ends "
-        "with tick 5",
+        "missing operation at stage 0, tick 5, microbatch 3: expected F(3) on stage 0 by tick 5, "
+        "the last",
     ),
-    "table too slow for its hop": (
-        dataclasses.replace(make_schedule("1f1b-overlap", 4, 6), hop=1),
-        "lost input at stage 1, tick 1, microbatch 0: expected F(0) on stage 1",
+    "table too fast for its hop": (
+        dataclasses.replace(BASE, hop=2),
+        "missing input at stage 1, tick 1, microbatch 0: F(0) on stage 1 expected F(0) on stage 0 "
+        "by tick -1; it runs in tick 0",
+    ),
+    "weight gradient too early": (
+        swapped(ZERO, (4, 3), (11, 3)),
+        "weight gradient before backward at stage 3, tick 4, microbatch 0: expected B(0) on stage "
+        "3 before W(0) on stage 3",
+    ),
+    "missing weight gradient": (
+        edited(ZERO, ((26, 0), (0, -1, -1))),
+        "missing operation at stage 0, tick 26, microbatch 7: expected W(7) on stage 0 by tick 26",
+    ),
+    "weight gradients out of order": (
+        swapped(ZERO, (23, 3), (26, 3)),
+        "out of order at stage 3, tick 23, microbatch 7: expected W(4) on stage 3 before W(7)",
     ),
     "missing edge up": (
         with_routes(EVEN[1:], ODD),
@@ -152,13 +169,9 @@ FAULTS = {
         with_route(4, 2),
         "route out of range at stage 0, tick 4, microbatch 2: expected one of the 2 routes, is 2",
     ),
-    "duplicate source": (
+    "duplicate edge": (
         with_routes(((0, 1), (0, 1)), ODD),
-        "duplicate source at stage 0, tick 0, microbatch 0: expected one edge from stage 0",
-    ),
-    "duplicate destination": (
-        with_routes(EVEN, ((0, 1), (2, 1))),
-        "duplicate destination at stage 2, tick 1, microbatch none: expected one edge to stage 1",
+        "duplicate edge at stage 0, tick 0, microbatch 0: expected edge (0, 1) of route 0 once",
     ),
     "edge out of range": (
         with_routes(EVEN, (*ODD, (3, 4))),
@@ -196,7 +209,7 @@ def test_each_fault_names_its_kind_and_place(case):
 def test_the_first_of_two_faults_is_named():
     late, early = ((9, 1), (0, -1, -1)), ((5, 1), (0, -1, -1))
     for cells in ((late, early), (early, late)):
-        with pytest.raises(ValueError, match="stage 1, tick 5, microbatch 2"):
+        with pytest.raises(ValueError, match="stage 2, tick 6, microbatch 2"):
             check_schedule(edited(BASE, *cells))
 
 

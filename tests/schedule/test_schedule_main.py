@@ -27,18 +27,26 @@ def test_one_schedule(capsys):
         "makespan, in forwards": ["33"],
         "bubble": ["27.3%"],
         "idle by stage, in forwards": ["9 9 9 9"],
-        "microbatches kept at most, by stage": ["4 3 2 1"],
+        "kept at most, by stage": ["4 3 2 1"],
     }
 
 
 def test_all_schedules_side_by_side(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "180")
     assert main([*SIZE, "--schedule", "all"]) == 0
     output = capsys.readouterr().out
     assert all(f" {name} " in output for name in SCHEDULES)
     found = rows(output)
-    assert found["ticks"] == ["22", "22", "28"]
-    assert found["microbatches kept at most, by stage"] == ["8 8 8 8", "4 3 2 1", "7 5 3 1"]
+    assert found["ticks"] == ["22", "22", "28", "52", "27", "27"]
+    assert found["bubble"] == ["27.3%", "27.3%", "27.3%", "15.8%", "11.1%", "11.1%"]
+    assert found["kept at most, by stage"] == [
+        "8 8 8 8",
+        "4 3 2 1",
+        "7 5 3 1",
+        "11 9 7 5 chunks",
+        "4 4 4 4",
+        "4 4 4 4",
+    ]
     assert "F0" not in output
 
 
@@ -48,6 +56,18 @@ def test_costs_count_and_times_are_in_forwards(capsys):
     assert rows(capsys.readouterr().out)["makespan, in forwards"] == ["22"]
     assert main([*SIZE, "--schedule", "1f1b-overlap", "--link-cost", "1"]) == 0
     assert rows(capsys.readouterr().out)["makespan, in forwards"] == ["39"]
+
+
+def test_a_table_goes_out_and_comes_back(capsys, tmp_path):
+    path = str(tmp_path / "table.csv")
+    assert main([*SIZE, "--schedule", "interleaved", "--out", path]) == 0
+    first = capsys.readouterr().out
+    assert main([*SIZE, "--schedule", path]) == 0
+    again = capsys.readouterr().out
+    kept = "kept at most, by stage"
+    assert rows(first)[kept] == rows(again)[kept] == ["11 9 7 5 chunks"]
+    assert main(["--stages", "3", "--microbatches", "8", "--schedule", path]) == 2
+    assert "is for 4 stages, not 3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.svg"])
@@ -65,7 +85,10 @@ def test_out_saves_a_figure(capsys, tmp_path, name):
         (["--stages", "0", "--microbatches", "8"], "argument --stages: '0' must be a whole number"),
         (["--stages", "4", "--microbatches", "x"], "--microbatches: 'x' must be a whole number"),
         (["--stages", "1.5", "--microbatches", "8"], "argument --stages: '1.5' must be a whole"),
-        ([*SIZE, "--schedule", "pipedream"], "argument --schedule: invalid choice: 'pipedream'"),
+        ([*SIZE, "--schedule", "pipedream"], "argument --schedule: 'pipedream' is unknown; choose"),
+        ([*SIZE, "--schedule", "no.csv"], "cannot read the schedule 'no.csv': No such file"),
+        ([*SIZE, "--chunks", "2"], "schedule='1f1b' runs one chunk of the model on a stage"),
+        ([*SIZE, "--schedule", "all", "--chunks", "2"], "argument --chunks: 2 needs --schedule"),
         ([*SIZE, "--forward-cost", "0"], "argument --forward-cost: '0' must be a finite number"),
         ([*SIZE, "--backward-cost", "nan"], "argument --backward-cost: 'nan' must be a finite"),
         ([*SIZE, "--link-cost", "-1"], "argument --link-cost: '-1' must be a finite number of at"),

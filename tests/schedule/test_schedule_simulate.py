@@ -12,7 +12,6 @@ from jpipe.schedule import (
     CostModel,
     Op,
     assign_slots,
-    check_schedule,
     forward_only_schedule,
     make_schedule,
     simulate_schedule,
@@ -36,6 +35,49 @@ def test_the_other_schedules_take_the_ideal_time_if_links_are_free(name, P, M):
     assert found.bubble == pytest.approx((P - 1) / (M + P - 1), abs=1e-12)
 
 
+# Sizes with M below, at and above P, a multiple of it or not.
+SIZES = [(2, 2), (2, 7), (4, 4), (4, 7), (4, 16), (8, 8), (8, 20), (16, 16), (16, 48), (16, 67)]
+
+
+@pytest.mark.parametrize("V", [1, 2, 3, 4])
+@pytest.mark.parametrize(("P", "M"), SIZES)
+def test_interleaving_takes_its_published_time_for_any_number_of_microbatches(P, M, V):
+    """Narayanan et al., 2021: the bubble is that of 1F1B divided by V."""
+    found = simulate_schedule(make_schedule("interleaved", P, M, V), CostModel(1.0, 2.0))
+    assert found.makespan == pytest.approx(M * 3 + (P - 1) * 3 / V, rel=1e-12)
+
+
+@pytest.mark.parametrize(("B", "W"), [(1.0, 1.0), (1.4, 1.0), (2.0, 1.0)])
+@pytest.mark.parametrize(("P", "M"), SIZES)
+def test_zero_bubble_takes_its_published_time_also_if_parts_are_computed_again(P, M, B, W):
+    """Qi et al., 2023: the bubble of ZB-H1 is (P - 1)(F + B - W)."""
+    costs = CostModel(1.0, B + W, weight=W / (B + W))
+    found = simulate_schedule(make_schedule("zero-bubble", P, M), costs)
+    assert found.makespan == pytest.approx(M * (1 + B + W) + (P - 1) * (1 + B - W), rel=1e-12)
+    assert found.peak_kept.max() == min(P, M)
+    if B == W == 1.0:
+        same = simulate_schedule(make_schedule("zero-bubble-overlap", P, M), costs)
+        assert same.makespan == found.makespan
+
+
+@pytest.mark.parametrize(("P", "M"), SIZES)
+def test_a_cheap_weight_gradient_fills_less(P, M):
+    costs = CostModel(1.0, 1.7, weight=0.7 / 1.7)
+    found = simulate_schedule(make_schedule("zero-bubble", P, M), costs)
+    assert 0.999 < found.makespan / (M * 2.7 + (P - 1) * 1.3) < 1.08
+
+
+def test_weight_gradients_hide_the_exchange_where_it_is_known_when_compiled():
+    known, picked = (
+        simulate_schedule(make_schedule(name, 4, 16), CostModel(1.0, 2.0, 0.5))
+        for name in ("zero-bubble-overlap", "zero-bubble")
+    )
+    first = make_schedule("zero-bubble", 4, 16)
+    beside = (first.op[1:] == Op.WEIGHT) & (first.op[:-1] != Op.IDLE)
+    assert (known.wait[:-1][beside] == 0).all()
+    assert (picked.wait[:-1][beside] > 0).any()
+
+
 @pytest.mark.parametrize(
     ("P", "M", "ratio"), [(4, 8, 40 / 33), (8, 32, 148 / 117), (16, 64, 300 / 237)]
 )
@@ -45,11 +87,6 @@ def test_an_exchange_along_the_whole_chain_costs_a_fifth_to_a_quarter_more(P, M,
     chain = simulate_schedule(with_chain_exchange(schedule), CostModel()).makespan
     assert 1.21 < chain / pairs < 1.27
     assert chain / pairs == ratio
-
-
-def test_the_whole_chain_is_no_table_for_an_executor():
-    with pytest.raises(ValueError, match="duplicate source at stage 1, tick 0"):
-        check_schedule(with_chain_exchange(make_schedule("1f1b", 4, 8)))
 
 
 def test_hop_1_by_hand():
@@ -123,7 +160,8 @@ def cases(draw):
     schedule = forward_only_schedule(P, M) if name == "forward-only" else make_schedule(name, P, M)
     cost = st.floats(0.01, 100)
     per_stage = st.one_of(cost, st.lists(cost, min_size=P, max_size=P))
-    return schedule, CostModel(draw(per_stage), draw(per_stage), draw(st.floats(0, 10)))
+    costs = draw(per_stage), draw(per_stage), draw(st.floats(0, 10)), draw(st.floats(0.1, 0.9))
+    return schedule, CostModel(*costs)
 
 
 @settings(deadline=None, max_examples=150)
@@ -134,8 +172,8 @@ def test_what_holds_for_all_costs(case):
     runs = schedule.op != Op.IDLE
     np.testing.assert_array_equal(np.isnan(found.start), ~runs)
     length = np.where(runs, found.end - found.start, 0)
-    for op in (Op.FORWARD, Op.BACKWARD):
-        cost = np.broadcast_to(costs.per_stage(op, schedule.num_stages), runs.shape)
+    for op in (Op.FORWARD, Op.BACKWARD, Op.WEIGHT):
+        cost = np.broadcast_to(costs.per_stage(op, schedule), runs.shape)
         np.testing.assert_allclose(length[schedule.op == op], cost[schedule.op == op])
     np.testing.assert_allclose(length.sum(axis=0) + found.idle, found.makespan)
     assert 0 <= found.bubble < 1
@@ -164,6 +202,8 @@ def test_what_holds_for_all_costs(case):
         ({"forward": ((1.0, 2.0),)}, "or one such time for each stage"),
         ({"link": -0.1}, "link=-0.1 must be a finite time of at least 0"),
         ({"link": float("nan")}, "link=nan must be"),
+        ({"weight": 0.0}, "weight=0.0 must be a share above 0 and below 1"),
+        ({"weight": 1.0}, "weight=1.0 must be"),
     ],
 )
 def test_costs_out_of_range_are_refused(arguments, message):

@@ -17,17 +17,23 @@ from jpipe.schedule import (
     forward_only_schedule,
     make_schedule,
 )
-from jpipe.schedule.table import chain, from_ticks
+from jpipe.schedule.table import chain, from_ticks, lanes
 
 NUM_TICKS = {
     "gpipe": lambda P, M: 2 * (M + P - 1),
     "1f1b": lambda P, M: 2 * (M + P - 1),
     "1f1b-overlap": lambda P, M: 2 * (M + 2 * P - 2),
+    "interleaved": lambda P, M: 2 * (M + 2 * P - 2),
+    "zero-bubble": lambda P, M: 3 * M + P - 1 if M >= P else None,
+    "zero-bubble-overlap": lambda P, M: 3 * M + P - 1 if M >= P else None,
 }
 MOST_KEPT = {
     "gpipe": lambda P, M, s: M,
     "1f1b": lambda P, M, s: min(M, P - s),
     "1f1b-overlap": lambda P, M, s: min(M, 2 * (P - s) - 1),
+    "interleaved": lambda P, M, s: min(M, 2 * (P - s) - 1),
+    "zero-bubble": lambda P, M, s: P,  # the last stages may reach it less far
+    "zero-bubble-overlap": lambda P, M, s: P,
 }
 names = st.sampled_from(sorted(SCHEDULES))
 sizes = {"P": st.integers(1, 16), "M": st.integers(1, 64)}
@@ -44,9 +50,22 @@ def test_builders_keep_their_published_bounds(name, P, M):
     bounds = [MOST_KEPT[name](P, M, s) for s in range(P)]
     check_schedule(schedule, bounds)
     assert (schedule.name, schedule.num_stages, schedule.num_microbatches) == (name, P, M)
-    assert schedule.num_ticks == NUM_TICKS[name](P, M)
+    assert schedule.num_ticks == NUM_TICKS[name](P, M) or NUM_TICKS[name](P, M) is None
     # The bounds are reached, so a table that keeps fewer would be news.
-    assert assign_slots(schedule).per_stage.tolist() == bounds
+    kept = assign_slots(schedule).per_stage
+    assert kept.max() == min(P, M) if schedule.splits_backward else kept.tolist() == bounds
+
+
+@settings(deadline=None, max_examples=40)
+@given(V=st.integers(1, 4), **sizes)
+def test_interleaving_keeps_its_published_bound(V, P, M):
+    """Narayanan et al., 2021, whose M is a multiple of P."""
+    schedule = make_schedule("interleaved", P, M, V)
+    check_schedule(schedule)
+    assert (schedule.op == Op.FORWARD).sum() == V * P * M
+    if M % P == 0:
+        bounds = [min(V * M, V * P + P - 1 - 2 * s) for s in range(P)]
+        assert assign_slots(schedule).per_stage.tolist() == bounds
 
 
 @settings(deadline=None, max_examples=20)
@@ -84,8 +103,10 @@ def test_slots_never_collide(name, P, M):
                 assert slot not in owner
                 assert slot < slots.per_stage[s]
                 owner[slot] = i
-            elif op == Op.BACKWARD:
+            elif op == (Op.WEIGHT if schedule.splits_backward else Op.BACKWARD):
                 assert owner.pop(slot) == i
+            elif op == Op.BACKWARD:
+                assert owner[slot] == i
         assert not owner
 
 
@@ -93,6 +114,13 @@ def test_chain_is_open():
     assert chain(3, up=True) == ((0, 1), (1, 2))
     assert chain(3, up=False) == ((1, 0), (2, 1))
     assert chain(1, up=True) == ()
+    assert chain(3, up=True, ring=True) == ((0, 1), (1, 2), (2, 0))
+
+
+def test_lanes_are_permutes():
+    assert lanes(4, ((0, 1), (1, 0), (2, 3))) == (((0, 1), (1, 0), (2, 3)),)
+    assert lanes(4, ((0, 1), (2, 1), (3, 0))) == (((0, 1), (3, 0)), ((2, 1),))
+    assert lanes(4, ()) == ((),)
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
@@ -102,6 +130,13 @@ def test_chain_is_open():
 def test_builders_refuse_sizes_below_one(name, P, M, fault):
     with pytest.raises(ValueError, match=fault):
         make_schedule(name, P, M)
+
+
+def test_chunks_are_for_interleaving():
+    with pytest.raises(ValueError, match=r"'1f1b' runs one chunk .* num_chunks=2; choose interl"):
+        make_schedule("1f1b", 4, 8, 2)
+    with pytest.raises(ValueError, match="num_chunks=0 must be at least 1"):
+        make_schedule("interleaved", 4, 8, 0)
 
 
 def test_unknown_schedule_names_the_known():
@@ -137,11 +172,18 @@ def test_public_names_are_an_explicit_list():
         "draw_text",
         "forward_only_schedule",
         "gpipe_schedule",
+        "interleaved_schedule",
         "make_schedule",
         "one_f_one_b_overlap_schedule",
         "one_f_one_b_schedule",
+        "read_schedule",
         "save_figure",
+        "schedule_from_cells",
+        "schedule_to_cells",
         "simulate_schedule",
+        "write_schedule",
+        "zero_bubble_overlap_schedule",
+        "zero_bubble_schedule",
     ]
     assert all(hasattr(jpipe.schedule, name) for name in jpipe.schedule.__all__)
 

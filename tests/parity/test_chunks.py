@@ -1,0 +1,176 @@
+"""Several chunks of the body on each stage."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from parity import models
+from parity.cases import assert_same, pipeline_numbers, place, reference_numbers
+
+from jpipe.adapters import pipeline_from_nnx
+from jpipe.mesh import make_mesh
+from jpipe.models import GPT, GPTConfig, next_token_loss
+from jpipe.pipeline import (
+    Chunks,
+    PerStage,
+    param_shardings,
+    pipeline_evaluate,
+    pipeline_predict,
+    pipeline_value_and_grad,
+)
+from jpipe.reference import reference_value_and_grad
+
+# V, P and M: fewer microbatches than stages, as many, more, a multiple, and with a remainder.
+SIZES = [(2, 1, 3), (3, 1, 2), (2, 2, 1), (2, 2, 4), (3, 2, 5), (2, 3, 3), (2, 4, 2), (2, 4, 7)]
+
+
+def cut(tree, num_chunks):
+    """A body of stacked blocks, or of stages that differ, in equal chunks."""
+    if isinstance(tree, PerStage):
+        size = len(tree) // num_chunks
+        return Chunks(*(PerStage(*list(tree)[c * size :][:size]) for c in range(num_chunks)))
+    pieces = jax.tree.map(lambda a: np.split(np.asarray(a), num_chunks), tree)
+    return Chunks(
+        *(jax.tree.map(lambda _, own, c=c: own[c], tree, pieces) for c in range(num_chunks))
+    )
+
+
+def joined(body):
+    """The inverse."""
+    if isinstance(body[0], PerStage):
+        return PerStage(*(own for chunk in body for own in chunk))
+    return jax.tree.map(lambda *a: np.concatenate(a), *body)
+
+
+def chunked(problem, num_chunks):
+    body = problem.stages.body
+    alike = not isinstance(body, PerStage)
+    body = Chunks(*[body] * num_chunks) if alike else cut(body, num_chunks)
+    params = problem.params._replace(body=cut(problem.params.body, num_chunks))
+    stages = dataclasses.replace(problem.stages, body=body)
+    return problem._replace(stages=stages, params=params)
+
+
+def assert_whole_agrees(problem, num_chunks, num_stages, num_data=1):
+    own = chunked(problem, num_chunks)
+    loss, grads = pipeline_numbers(own, "interleaved", num_stages, num_data)
+    assert_same((loss, grads), reference_numbers(own))
+    whole = grads._replace(body=joined(grads.body))
+    assert_same((loss, whole), reference_numbers(problem))
+
+
+@pytest.mark.parametrize(("V", "P", "M"), SIZES)
+def test_equals_one_device(V, P, M):
+    assert_whole_agrees(models.mlp(V * P, M), V, P)
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+def test_several_blocks_a_chunk(recompute):
+    assert_whole_agrees(models.mlp(8, 5, recompute=recompute), 2, 2)
+
+
+def test_data_axis():
+    assert_whole_agrees(models.mlp(8, 3, size=8), 2, 2, 4)
+
+
+@pytest.mark.parametrize("P", [1, 2, 4])
+def test_stages_that_differ(P):
+    assert_whole_agrees(models.uneven((8, 8, 16, 4, 3, 5, 6, 7, 9)[: 2 * P + 1], 5), 2, P)
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_state_and_random_numbers(differ):
+    """They do not depend on how blocks are cut."""
+    plain, state, key = models.carrying(8, 5, size=16)
+    expected = reference_value_and_grad(plain.stages, plain.loss)(
+        plain.params, plain.inputs, plain.targets, state, key
+    )
+    own, state, _ = models.carrying(8, 5, size=16, stages=4 if differ else None)
+    own, state = chunked(own, 2), state._replace(body=cut(state.body, 2))
+    mesh = make_mesh(2)
+    run = pipeline_value_and_grad(own.stages, own.loss, mesh, "interleaved")
+    state = jax.device_put(state, param_shardings(mesh, state))
+    actual = run(*place(own, mesh), state, key)
+    wanted = reference_value_and_grad(own.stages, own.loss)(
+        own.params, own.inputs, own.targets, state, key
+    )
+    assert_same(actual[:2], wanted[:2])
+    assert_same((actual[0], actual[2]), (wanted[0], wanted[2]))
+    if not differ:
+        whole = actual[1]._replace(body=joined(actual[1].body))
+        assert_same((actual[0], whole), expected[:2])
+        moved = actual[2]._replace(body=joined(actual[2].body))
+        assert_same((actual[0], moved), (expected[0], expected[2]))
+
+
+@pytest.mark.parametrize(("V", "P", "M"), [(2, 1, 2), (2, 2, 5), (3, 2, 1), (2, 4, 6)])
+def test_evaluate_and_predict(V, P, M):
+    problem = models.mlp(V * P, M)
+    own, mesh = chunked(problem, V), make_mesh(P)
+    params, inputs, targets = place(own, mesh)
+    loss = pipeline_evaluate(own.stages, own.loss, mesh)(params, inputs, targets)
+    expected, _ = reference_numbers(problem)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    outputs = pipeline_predict(own.stages, mesh)(params, inputs)
+    by_hand = np.mean((np.asarray(outputs) - np.asarray(targets)) ** 2)
+    assert by_hand == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("layers", [8, 7])
+def test_a_gpt_cut_by_the_adapter(layers):
+    """With seven layers the pieces differ; the plain form is the same either way."""
+    config = GPTConfig(vocab_size=17, context=6, layers=layers, width=16, heads=2, tied=True)
+    tokens = np.random.default_rng(0).integers(0, 17, (3, 2, 7), np.int32)
+    inputs, targets = tokens[..., :-1], tokens[..., 1:]
+
+    def make(num_chunks):
+        return pipeline_from_nnx(
+            lambda rngs: GPT(config, rngs=rngs),
+            stem="embedding",
+            body="blocks",
+            head="head",
+            num_stages=2,
+            num_chunks=num_chunks,
+            inputs=inputs[0],
+        )
+
+    found = {}
+    for num_chunks, schedule in ((1, "1f1b"), (2, "interleaved")):
+        model = make(num_chunks)
+        params = model.init(nnx.Rngs(0))
+        assert isinstance(params.body, Chunks) == (num_chunks > 1)
+        loss, grads = pipeline_value_and_grad(
+            model.stages, next_token_loss, make_mesh(2), schedule
+        )(params, inputs, targets)
+        found[num_chunks] = loss, model.to_plain(grads)
+        again = model.from_plain(model.to_plain(params))
+        assert jax.tree.structure(again) == jax.tree.structure(params)
+        jax.tree.map(np.testing.assert_array_equal, again, params)
+    assert_same(found[2], found[1])
+
+
+def test_what_does_not_fit_is_refused():
+    problem = models.mlp(8, 4)
+    own, mesh = chunked(problem, 2), make_mesh(2)
+    batch = problem.inputs, problem.targets
+    with pytest.raises(
+        ValueError, match="runs one chunk of the model on a stage, not num_chunks=2"
+    ):
+        pipeline_value_and_grad(own.stages, own.loss, mesh)(own.params, *batch)
+    with pytest.raises(ValueError, match=r"stages.body has 1 chunks, params.body has 2"):
+        pipeline_value_and_grad(problem.stages, own.loss, mesh, "interleaved")(own.params, *batch)
+    uneven = own.params._replace(
+        body=Chunks(own.params.body[0], jax.tree.map(lambda a: a[:2], own.params.body[1]))
+    )
+    with pytest.raises(ValueError, match=r"params.body\[0\] has 4, params.body\[1\] has 2"):
+        pipeline_value_and_grad(own.stages, own.loss, mesh, "interleaved")(uneven, *batch)
+    with pytest.raises(ValueError, match="num_chunks=0 must be at least 1"):
+        pipeline_from_nnx(
+            lambda rngs: GPT(GPTConfig(), rngs=rngs),
+            stem="embedding",
+            body="blocks",
+            head="head",
+            num_chunks=0,
+        )
