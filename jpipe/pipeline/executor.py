@@ -22,7 +22,7 @@ from jpipe.pipeline.losses import Loss, LossTerms, add_terms, loss_terms, no_ter
 from jpipe.pipeline.per_stage import chunks_of, like_chunks
 from jpipe.pipeline.program import Program, body_program
 from jpipe.pipeline.residuals import SplitGradient, split_gradient
-from jpipe.pipeline.rows import Beat, Row, table_rows
+from jpipe.pipeline.rows import Beat, Row, Rows, table_rows
 from jpipe.pipeline.stages import Params, Parts, Tree
 from jpipe.pipeline.state import State, Variables
 from jpipe.pipeline.weight_gradient import SplitBackward
@@ -34,9 +34,8 @@ class Carry(NamedTuple):
     """What a stage holds between two ticks.
 
     Attributes:
-        inbox: the activations and gradients that have arrived; None if all are used in the tick
-            in which they arrive.
-        outbox: what the last tick made, not yet sent.
+        inbox: the activations and gradients that have arrived.
+        outbox: what the last tick made, not yet sent; None with hop 1, where it leaves at once.
         kept: the stash, what each backward needs of its forward.
         kept_by_stem: the same of the stem: nothing, unless its output depends on moving state.
         left: what each weight gradient needs of its backward, where the table splits them.
@@ -94,10 +93,10 @@ class Executor:
         """
         beats, rows = table_rows(self.schedule, self._inbox, self.axis)
 
-        def group(carry: Carry, rows: Row) -> tuple[Carry, None]:
+        def group(carry: Carry, rows: Rows) -> tuple[Carry, None]:
             for k, beat in enumerate(beats):
-                row = jax.tree.map(lambda column, k=k: column[k], rows)
-                carry = self._tick(carry, row, beat)
+                own = jax.tree.map(lambda column, k=k: column[k], rows)
+                carry = self._tick(carry, own, beat)
             return carry, None
 
         carry, _ = jax.lax.scan(group, self._start(), rows)
@@ -171,12 +170,11 @@ class Executor:
     def _start(self) -> Carry:
         slots = assign_slots(self.schedule).per_stage
         weight_slots = int(assign_weight_slots(self.schedule).per_stage.max())
-        waits = self.schedule.hop == 2 or self._inbox.size > 1
         payload = self._program.payload
         nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), payload)
         return Carry(
-            inbox=stash.empty(self._inbox.size, payload) if waits else None,
-            outbox=nothing,
+            inbox=stash.empty(self._inbox.size, payload),
+            outbox=nothing if self.schedule.hop == 2 else None,
             kept=stash.empty(int(slots.max()), self._splits[0].kept),
             kept_by_stem=stash.empty(int(slots[0]), self._split_stem.kept),
             left=stash.empty(weight_slots, self._halves[0].left) if self._halves else [],
@@ -193,28 +191,26 @@ class Executor:
             ),
         )
 
-    def _tick(self, carry: Carry, row: Row, beat: Beat) -> Carry:
-        """Run one row; what the row before made arrives before its operation, or after it."""
-        arrived = send(carry.outbox, self.schedule, self._inbox.num_lanes, beat, row, self.axis)
-        if Op.WEIGHT in beat.ops:
-            # It needs nothing that arrives. It reads what the operation below writes: the barrier
-            # keeps the two in this order, or XLA would copy the stash.
-            carry = self._weight_gradients(carry, row)
-            read = (carry.kept, carry.left, carry.grads)
-            kept, left, grads = jax.lax.optimization_barrier(read)
-            carry = carry._replace(kept=kept, left=left, grads=grads)
-        inbox = carry.inbox
-        if self.schedule.hop == 1 and inbox is None:
-            (payload,) = arrived
-        elif self.schedule.hop == 1:
-            inbox = deliver(inbox, arrived, self._inbox, row)
-            payload = fetch(inbox, self._inbox, row)
-        else:
-            payload = fetch(inbox, self._inbox, row)
+    def _tick(self, carry: Carry, rows: Rows, beat: Beat) -> Carry:
+        """Run one row, and send what it made, or with hop 2 what the row before made.
+
+        The weight gradient of the next row comes here, too: nothing that arrives is needed for it,
+        so it can run beside the exchange, and it reads the stash after the forward has written to
+        it, where XLA need not copy it.
+        """
+        row, hop = rows.now, self.schedule.hop
+        arrived = self._send(carry.outbox, beat, row) if hop == 2 else ()
+        payload = fetch(carry.inbox, self._inbox, row)
         made, carry = self._operate(payload, carry, row, beat.ops)
-        if self.schedule.hop == 2:
-            inbox = deliver(inbox, arrived, self._inbox, row)
-        return carry._replace(inbox=inbox, outbox=made)
+        if hop == 1:
+            arrived = self._send(made, beat, row)
+        if Op.WEIGHT in beat.next_ops:
+            carry = self._weight_gradients(carry, rows.next)
+        inbox = deliver(carry.inbox, arrived, self._inbox, row)
+        return carry._replace(inbox=inbox, outbox=made if hop == 2 else None)
+
+    def _send(self, payload: Tree, beat: Beat, row: Row) -> tuple[Tree, ...]:
+        return send(payload, self.schedule, self._inbox.num_lanes, beat, row, self.axis)
 
     def _operate(
         self, payload: Tree, carry: Carry, row: Row, ops: frozenset[Op]
@@ -243,26 +239,26 @@ class Executor:
                 terms, updates = self._run_head(params, y, moving, row.microbatch)
                 return terms.total, (terms, updates)
 
-            y = stash.read(carry.tops, row.slot)
+            y = stash.read(tops, row.slot)
             value, pullback, (new, updates) = jax.vjp(total, params.head, y, has_aux=True)
             dparams, dy = pullback(jnp.full_like(value, 1 / self.schedule.num_microbatches))
             return dy, _add(sums, dparams), updates, add_terms(terms, new)
 
         def body_backward(c: int, dy: Tree, sums: Tree) -> tuple[Tree, Tree]:
             again, own = self._body_again(c, row.microbatch), chunks_of(params.body)[c]
-            residuals = stash.read(carry.kept, row.slot)
+            residuals = stash.read(kept, row.slot)
             dparams, dx = self._splits[c].backward(own, again, residuals, dy)
             return dx, _add(sums, dparams)
 
         def body_input_gradient(c: int, dy: Tree, left: Tree) -> tuple[Tree, Tree]:
             again, own = self._body_again(c, row.microbatch), chunks_of(params.body)[c]
-            residuals = stash.read(carry.kept, row.slot)
+            residuals = stash.read(kept, row.slot)
             dx, values = self._halves[c].inputs(own, again, residuals, dy)
             return dx, stash.write(left, row.weight_slot, values)
 
         def stem_backward(sums: Tree, dx: Tree) -> Tree:
             again = self._stem_again(row.microbatch)
-            residuals = stash.read(carry.kept_by_stem, row.slot)
+            residuals = stash.read(kept_by_stem, row.slot)
             dparams, _ = self._split_stem.backward(params.stem, again, residuals, dx)
             return _add(sums, dparams)
 

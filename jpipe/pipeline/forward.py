@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 
 from jpipe.mesh import STAGE
 from jpipe.pipeline import stash
@@ -82,12 +81,10 @@ def run_forward(
         examples,
     )
 
-    def group(carry: tuple[Tree, Tree, T], rows: Row) -> tuple[tuple[Tree, Tree, T], None]:
-        payload, inbox, result = carry
+    def group(carry: tuple[Tree, T], rows: Row) -> tuple[tuple[Tree, T], None]:
+        inbox, result = carry
         for k, beat in enumerate(beats):
             row: Row = jax.tree.map(lambda column, k=k: column[k], rows)
-            arrived = send(payload, schedule, boxes.num_lanes, beat, row, STAGE)
-            inbox = deliver(inbox, arrived, boxes, row)
             payload = fetch(inbox, boxes, row)
             run = [(row.op == Op.FORWARD) & (row.chunk == c) for c in range(num_chunks)]
             payload = when(
@@ -100,10 +97,11 @@ def run_forward(
                 lambda r, y=payload, i=row.microbatch: consume(r, head(y, i), i),
                 result,
             )
-        return (payload, inbox, result), None
+            arrived = send(payload, schedule, boxes.num_lanes, beat, row, STAGE)
+            inbox = deliver(inbox, arrived, boxes, row)
+        return (inbox, result), None
 
-    idle = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), program.payload)
     start = nothing(jax.eval_shape(head, program.payload, 0))
     inbox = stash.empty(boxes.size, program.payload)
-    (_, _, result), _ = jax.lax.scan(group, (idle, inbox, start), rows)
+    (_, result), _ = jax.lax.scan(group, (inbox, start), rows.now)
     return result

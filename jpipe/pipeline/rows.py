@@ -21,7 +21,7 @@ class Row(NamedTuple):
         slot: where the stage keeps what a forward leaves.
         weight_slot: where it keeps what a backward leaves for the weight gradient.
         read: where in the inbox the operation's input lies.
-        write: for each lane where in the inbox to put what arrives in this tick.
+        write: for each lane where in the inbox to put what this tick's exchange brings.
         route: index of the exchange that runs in this tick, the same on every stage.
     """
 
@@ -35,19 +35,28 @@ class Row(NamedTuple):
     route: jax.Array
 
 
+class Rows(NamedTuple):
+    """A row and the one after it."""
+
+    now: Row
+    next: Row
+
+
 class Beat(NamedTuple):
     """What is the same in every tick at one place of the table's period.
 
     Attributes:
         route: the exchange; None if it differs from tick to tick.
         ops: the kinds of operation that occur on any stage.
+        next_ops: the same of the next tick.
     """
 
     route: Route | None
     ops: frozenset[Op]
+    next_ops: frozenset[Op]
 
 
-def table_rows(schedule: Schedule, inbox: Inbox, axis: str) -> tuple[list[Beat], Row]:
+def table_rows(schedule: Schedule, inbox: Inbox, axis: str) -> tuple[list[Beat], Rows]:
     """What is known of a table when the program is compiled, and the rest as arrays.
 
     Where the routes of the table repeat, its rows come in groups of one period. Where they do not
@@ -63,31 +72,39 @@ def table_rows(schedule: Schedule, inbox: Inbox, axis: str) -> tuple[list[Beat],
         `[ticks / period, period]`, padded with idle ticks.
     """
     period = schedule.period or 1
-    # A tick begins with the exchange of what the tick before it made.
-    route, written = np.roll(schedule.route, 1), np.roll(inbox.write, 1, axis=1)
+    # With hop 2 a tick sends what the tick before it made.
+    route = np.roll(schedule.route, schedule.hop - 1)
+    written = np.roll(inbox.write, schedule.hop - 1, axis=1)
+
+    def ops(k: int) -> frozenset[Op]:
+        return frozenset(Op(op) for op in np.unique(schedule.op[k % period :: period]))
+
     beats = [
         Beat(
             route=schedule.routes[route[k]] if schedule.period else None,
-            ops=frozenset(Op(op) for op in np.unique(schedule.op[k::period])),
+            ops=ops(k),
+            next_ops=ops(k + 1),
         )
         for k in range(period)
     ]
     stage = jax.lax.axis_index(axis)
-    pad = ((0, -schedule.num_ticks % period), (0, 0))
 
-    def column(cells: NDArray[Any]) -> jax.Array:
-        cells = np.pad(cells, pad).astype(np.int32)
+    def column(cells: NDArray[Any], ahead: int) -> jax.Array:
+        pad = ((0, -len(cells) % period + ahead), (0, 0))
+        cells = np.pad(cells, pad).astype(np.int32)[ahead:]
         mine = jax.lax.dynamic_index_in_dim(jnp.asarray(cells), stage, 1, keepdims=False)
         return mine.reshape(-1, period)
 
-    rows = Row(
-        op=column(schedule.op),
-        microbatch=column(schedule.microbatch),
-        chunk=column(schedule.chunk),
-        slot=column(assign_slots(schedule).slot),
-        weight_slot=column(assign_weight_slots(schedule).slot),
-        read=column(inbox.read),
-        write=tuple(column(lane) for lane in written),
-        route=column(np.broadcast_to(route[:, None], schedule.op.shape)),
-    )
-    return beats, rows
+    def row(ahead: int) -> Row:
+        return Row(
+            op=column(schedule.op, ahead),
+            microbatch=column(schedule.microbatch, ahead),
+            chunk=column(schedule.chunk, ahead),
+            slot=column(assign_slots(schedule).slot, ahead),
+            weight_slot=column(assign_weight_slots(schedule).slot, ahead),
+            read=column(inbox.read, ahead),
+            write=tuple(column(lane, ahead) for lane in written),
+            route=column(np.broadcast_to(route[:, None], schedule.op.shape), ahead),
+        )
+
+    return beats, Rows(row(0), row(1))

@@ -39,7 +39,10 @@ def assign_slots(schedule: Schedule) -> Slots:
 
 
 def assign_weight_slots(schedule: Schedule) -> Slots:
-    """Slots for what is kept from a backward to the weight gradient."""
+    """Slots for what is kept from a backward to its weight gradient; none if they are not split."""
+    if not schedule.splits_backward:
+        none = np.full(schedule.op.shape, -1, np.int32)
+        return Slots(none, np.zeros(schedule.num_stages, np.int32))
     return _from_to(schedule, Op.BACKWARD, Op.WEIGHT)
 
 
