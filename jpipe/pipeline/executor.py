@@ -194,9 +194,9 @@ class Executor:
     def _tick(self, carry: Carry, rows: Rows, beat: Beat) -> Carry:
         """Run one row, and send what it made, or with hop 2 what the row before made.
 
-        The weight gradient of the next row comes here, too: nothing that arrives is needed for it,
-        so it can run beside the exchange, and it reads the stash after the forward has written to
-        it, where XLA need not copy it.
+        With hop 1 the weight gradient of the next row comes here, too: nothing that arrives is
+        needed for it, so it can run beside the exchange. It comes after the operation, which may
+        write to the stash that it reads: in another order XLA would copy the stash.
         """
         row, hop = rows.now, self.schedule.hop
         arrived = self._send(carry.outbox, beat, row) if hop == 2 else ()
@@ -204,8 +204,8 @@ class Executor:
         made, carry = self._operate(payload, carry, row, beat.ops)
         if hop == 1:
             arrived = self._send(made, beat, row)
-        if Op.WEIGHT in beat.next_ops:
-            carry = self._weight_gradients(carry, rows.next)
+        if Op.WEIGHT in (beat.next_ops if hop == 1 else beat.ops):
+            carry = self._weight_gradients(carry, rows.next if hop == 1 else row)
         inbox = deliver(carry.inbox, arrived, self._inbox, row)
         return carry._replace(inbox=inbox, outbox=made if hop == 2 else None)
 

@@ -37,7 +37,7 @@ def test_all_schedules_side_by_side(capsys, monkeypatch):
     output = capsys.readouterr().out
     assert all(f" {name} " in output for name in SCHEDULES)
     found = rows(output)
-    assert found["ticks"] == ["22", "22", "28", "52", "27", "27"]
+    assert found["ticks"] == ["22", "22", "28", "52", "27", "42"]
     assert found["bubble"] == ["27.3%", "27.3%", "27.3%", "15.8%", "11.1%", "11.1%"]
     assert found["kept at most, by stage"] == [
         "8 8 8 8",
@@ -45,7 +45,7 @@ def test_all_schedules_side_by_side(capsys, monkeypatch):
         "7 5 3 1",
         "11 9 7 5 chunks",
         "4 4 4 4",
-        "4 4 4 4",
+        "7 6 5 4",
     ]
     assert "F0" not in output
 

@@ -5,7 +5,8 @@ from jpipe.schedule.builders.gpipe import gpipe_schedule
 from jpipe.schedule.builders.interleaved import interleaved_schedule
 from jpipe.schedule.builders.one_f_one_b import one_f_one_b_schedule
 from jpipe.schedule.builders.one_f_one_b_overlap import one_f_one_b_overlap_schedule
-from jpipe.schedule.builders.zero_bubble import zero_bubble_overlap_schedule, zero_bubble_schedule
+from jpipe.schedule.builders.zero_bubble import zero_bubble_schedule
+from jpipe.schedule.builders.zero_bubble_overlap import zero_bubble_overlap_schedule
 
 __all__ = [
     "forward_only_schedule",

@@ -4,15 +4,12 @@ Qi et al., "Zero Bubble Pipeline Parallelism", 2023 (arXiv 2401.10241), ZB-H1. A
 gradient of the input alone, which the previous stage waits for. The gradient of the parameters,
 which nobody waits for, is an operation of its own, W. The bubble is (P - 1)(F + B - W).
 
-There are two forms of one table. In the first, stages meet only if one has something for the
-other, and the time is ideal also if B takes longer than F and W, as it does with recomputation. (A
-W that takes less than F fills less: with W = 0.7 F it is up to 8% more.) In the second, which is
-ours, all neighbours exchange in every tick: if F, B and W differ they wait for each other, but the
-program knows the exchange of every tick when it is compiled, and runs weight gradients beside it.
-It is for slow links.
+Stages meet only if one has something for the other, and the time is ideal also if B takes longer
+than F and W, as it does with recomputation. (A W that takes less than F fills less: with W = 0.7 F
+it is up to 8% more.)
 """
 
-from jpipe.schedule.table import Cell, Op, Schedule, chain, check_counts, from_cells
+from jpipe.schedule.table import Cell, Op, Schedule, check_counts, from_cells
 
 
 def zero_bubble_schedule(num_stages: int, num_microbatches: int) -> Schedule:
@@ -33,21 +30,6 @@ def zero_bubble_schedule(num_stages: int, num_microbatches: int) -> Schedule:
     """
     cells = _cells(num_stages, num_microbatches)
     return from_cells("zero-bubble", num_stages, num_microbatches, cells)
-
-
-def zero_bubble_overlap_schedule(num_stages: int, num_microbatches: int) -> Schedule:
-    """The same table, in which all neighbours exchange in every tick.
-
-    Args:
-        num_stages: P, at least 1.
-        num_microbatches: M, at least 1.
-
-    Raises:
-        ValueError: if an argument is below 1.
-    """
-    cells = _cells(num_stages, num_microbatches)
-    both = chain(num_stages, up=True) + chain(num_stages, up=False)
-    return from_cells("zero-bubble-overlap", num_stages, num_microbatches, cells, routes=(both,))
 
 
 def _cells(num_stages: int, num_microbatches: int) -> dict[tuple[int, int], Cell]:
