@@ -19,6 +19,7 @@ FLOOR = {
     "jpipe.mesh": 0,
     "jpipe.processes": 0,
     "jpipe.schedule": 0,
+    "jpipe.targets": 0,
     "jpipe.pipeline": 1,
     "jpipe.reference": 1,
     "jpipe.adapters": 2,

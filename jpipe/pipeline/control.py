@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jpipe.pipeline import stash
 from jpipe.pipeline.rows import Beat, Row
@@ -12,12 +13,17 @@ from jpipe.schedule.table import Route, Schedule, lanes
 
 
 def when(predicate: jax.Array, operation: Any, *operands: Any) -> Any:
-    """The operation's results where the predicate holds, else its operands as they are."""
+    """The operation's results where the predicate holds, else its operands as they are.
+
+    A switch instead of a cond, for the sake of the order of the branches: XLA for GPUs puts the
+    true branch of a cond first, and up to jaxlib 0.10 copies all that a branch passes on as it is,
+    unless that branch is the first one (openxla/xla pull request 46314).
+    """
 
     def skip(*operands: Any) -> Any:
         return operands[0] if len(operands) == 1 else operands
 
-    return jax.lax.cond(predicate, operation, skip, *operands)
+    return jax.lax.switch(predicate.astype(jnp.int32), [skip, operation], *operands)
 
 
 def send(

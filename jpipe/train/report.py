@@ -90,6 +90,11 @@ def describe_memory(pipelined: Memory, alone: Memory | None) -> str:
     return f"{parts(pipelined)} a device{beside}"
 
 
+def describe_phases(seconds: dict[str, float]) -> str:
+    """How long each phase of the start took, in one line."""
+    return ", ".join(f"{phase} {duration:.1f} s" for phase, duration in seconds.items())
+
+
 def describe_loss(nats: float, unit: str) -> str:
     """A loss in nats and bits."""
     return f"{nats:.3f} nats = {nats / math.log(2):.3f} bits per {unit}"

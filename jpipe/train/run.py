@@ -17,7 +17,7 @@ from jpipe.processes import is_main, place_batch
 from jpipe.schedule import save_figure
 from jpipe.train.interrupt import Interrupt
 from jpipe.train.plot import draw_losses
-from jpipe.train.report import describe_loss, make_progress, print_header
+from jpipe.train.report import describe_loss, describe_phases, make_progress, print_header
 from jpipe.train.setup import Setup
 from jpipe.train_step import (
     TrainState,
@@ -39,7 +39,6 @@ class Programs(NamedTuple):
     evaluate: Any
     memory: Memory
     memory_alone: Memory | None
-    seconds: float
 
 
 class Run:
@@ -55,6 +54,7 @@ class Run:
         self.console = console
         self.losses: dict[int, float] = {}
         self.validation: dict[int, float] = {}
+        self.startup: dict[str, float] = {}  # seconds of each phase
         self.yardstick = setup.task.yardstick()
 
     def execute(self) -> int:
@@ -69,15 +69,18 @@ class Run:
         with Interrupt() as interrupt, contextlib.closing(setup.folder):
             programs = self._compile()
             print_header(self.console, setup, programs.memory, programs.memory_alone)
-            self._say(f"compiled in {programs.seconds:.1f} s")
+            self._say(f"start-up: {describe_phases(self.startup)}")
             if setup.options.dry_run:
                 return INTERRUPTED if interrupt.requested else 0
-            state = init_train_state(
-                setup.task.init,
-                setup.optimizer,
-                setup.mesh,
-                partition=setup.task.model.stages.partition,
-            )
+            with self._phase("making the state"):
+                state = jax.block_until_ready(
+                    init_train_state(
+                        setup.task.init,
+                        setup.optimizer,
+                        setup.mesh,
+                        partition=setup.task.model.stages.partition,
+                    )
+                )
             try:
                 state = self._train(state, programs, interrupt)
                 self._finish(state, programs, interrupt, started)
@@ -89,7 +92,7 @@ class Run:
 
     def _compile(self) -> Programs:
         setup, task = self.setup, self.setup.task
-        stages, started = task.model.stages, time.perf_counter()
+        stages = task.model.stages
 
         def batch(num_microbatches: int, sharding: Any) -> list[jax.ShapeDtypeStruct]:
             return [
@@ -99,27 +102,27 @@ class Run:
 
         sharding = batch_sharding(setup.mesh)
         num_validation = task.validation[0].shape[0]
-        with self._status("compiling the training step"):
+        with self._phase("tracing the step"):
             step = make_train_step(stages, task.loss, setup.optimizer, setup.mesh, setup.schedule)
             state = abstract_train_state(
                 task.init, setup.optimizer, setup.mesh, partition=stages.partition
             )
-            of_step = batch(setup.options.microbatches, sharding)
-            compiled_step = step.lower(state, *of_step).compile()
-        with self._status("compiling the evaluation"):
+            lowered = step.lower(state, *batch(setup.options.microbatches, sharding))
+        with self._phase("compiling the step"):
+            compiled_step = setup.compile(lowered)
+        with self._phase("compiling the evaluation"):
             evaluate = pipeline_evaluate(
                 task.model.eval_stages, task.loss, setup.mesh, has_aux=True
             )
             of_validation = batch(num_validation, sharding)
-            compiled_evaluate = evaluate.lower(
-                state.params, *of_validation, state.model_state
-            ).compile()
+            compiled_evaluate = setup.compile(
+                evaluate.lower(state.params, *of_validation, state.model_state)
+            )
         return Programs(
             step=compiled_step,
             evaluate=compiled_evaluate,
             memory=memory_of(compiled_step),
             memory_alone=self._memory_alone(batch(setup.options.microbatches, None)),
-            seconds=time.perf_counter() - started,
         )
 
     def _memory_alone(self, batch: list[jax.ShapeDtypeStruct]) -> Memory | None:
@@ -127,10 +130,10 @@ class Run:
         task, optimizer = self.setup.task, self.setup.optimizer
         if task.model.split_points is not None:
             return None
-        with self._status("compiling for one device, to compare memory"):
+        with self._phase("compiling for one device, to compare memory"):
             alone = make_reference_step(task.model.stages, task.loss, optimizer)
             state = abstract_train_state(task.init, optimizer)
-            return memory_of(alone.lower(state, *batch).compile())
+            return memory_of(self.setup.compile(alone.lower(state, *batch)))
 
     def _train(self, state: TrainState, programs: Programs, interrupt: Interrupt) -> TrainState:
         setup, options = self.setup, self.setup.options
@@ -147,7 +150,12 @@ class Run:
                 )
                 state, metrics = programs.step(state, *batch)
                 loss, grad_norm = float(metrics.loss), float(metrics.grad_norm)
-                rate = items / (time.perf_counter() - started)
+                seconds = time.perf_counter() - started
+                rate = items / seconds
+                if step == 1:
+                    self.startup["the first step"] = seconds
+                    made = self.startup["making the state"]
+                    self._say(f"the state was made in {made:.1f} s, the first step {seconds:.1f} s")
                 if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                     raise NotFiniteError(
                         f"step {step}: the loss is {loss}, the gradient norm {grad_norm}; "
@@ -219,7 +227,7 @@ class Run:
                 "unit": f"nats per {setup.task.item}",
                 "bytes_per_device": programs.memory.total,
                 "bytes_on_one_device": programs.memory_alone and programs.memory_alone.total,
-                "compile_seconds": programs.seconds,
+                "startup_seconds": self.startup,
                 "seconds": time.perf_counter() - started,
             },
         )
@@ -256,6 +264,14 @@ class Run:
 
     def _say(self, text: str) -> None:
         self.console.print(text, soft_wrap=True)
+
+    @contextlib.contextmanager
+    def _phase(self, doing: str) -> Iterator[None]:
+        """A phase of the start: shown while it lasts, and timed."""
+        started = time.perf_counter()
+        with self._status(doing):
+            yield
+        self.startup[doing] = time.perf_counter() - started
 
     @contextlib.contextmanager
     def _status(self, doing: str) -> Iterator[None]:

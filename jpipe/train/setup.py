@@ -2,6 +2,7 @@
 
 import dataclasses
 import platform
+import warnings
 from importlib import metadata
 from typing import Any
 
@@ -15,6 +16,7 @@ from jpipe.pipeline import Params, param_shardings
 from jpipe.processes import is_main, own_rows
 from jpipe.schedule import Schedule, check_schedule
 from jpipe.schedule.registry import load_schedule
+from jpipe.targets import compiler_options
 from jpipe.train.devices import Devices, choose_devices
 from jpipe.train.language import LanguageTask
 from jpipe.train.optimizer import make_optimizer
@@ -54,6 +56,20 @@ class Setup:
     def num_params(self) -> int:
         """Numbers in the model."""
         return sum(leaf.size for leaf in jax.tree.leaves(_params(self.task)))
+
+    def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """Compile a program with the options that jpipe recommends for these devices.
+
+        A jaxlib that has dropped one of them compiles without any, and a warning says so.
+        """
+        options = compiler_options(self.mesh.devices.flat[0].platform)
+        try:
+            return lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            if not options or "No such compile option" not in str(error):
+                raise
+            warnings.warn(f"compiled with XLA's defaults: {error}", stacklevel=2)
+            return lowered.compile()
 
 
 def prepare(options: TrainOptions) -> Setup:

@@ -107,10 +107,15 @@ class Program:
         return found
 
     @property
-    def loop_body(self) -> str:
-        """Name of the body of the program's loop; it must have one loop, not in another."""
+    def loop(self) -> Instruction:
+        """The program's loop; it must have one, not in another."""
         (loop,) = self._outer_loops(self.entry)
-        (body,) = re.findall(r"body=%([\w.\-]+)", loop.text)
+        return loop
+
+    @property
+    def loop_body(self) -> str:
+        """Name of the body of the program's loop."""
+        (body,) = re.findall(r"body=%([\w.\-]+)", self.loop.text)
         return body
 
     @property

@@ -1,5 +1,6 @@
 """What XLA makes of a pipelined GPT: which exchanges, branches, copies and buffers there are."""
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -219,6 +220,23 @@ def test_the_stash_changes_in_place_only(found):
         writers.append(instruction.opcode)
     assert writers
     assert set(writers) == {"dynamic-update-slice"}
+
+
+def test_the_stash_holds_what_the_schedule_keeps_and_no_more(found):
+    """Of what the loop carries, the buffers of the stash are those of the table, once each."""
+    table = make_schedule(found.schedule, STAGES, 8, CHUNKS[found.schedule])
+    per_stage = assign_slots(table).per_stage
+    weight_slots = int(assign_weight_slots(table).per_stage.max())
+    kept, left = split(found.recompute, CHUNKS[found.schedule])
+    names = {"float32": "f32", "int32": "s32", "bool": "pred"}
+    buffers = [(names[str(k.dtype)], (int(per_stage.max()), *k.shape)) for k in kept]
+    buffers += [(names[str(k.dtype)], (weight_slots, *k.shape)) for k in left if weight_slots]
+    # What the head has yet to read, and the batch, too.
+    expected = collections.Counter(buffers)
+    expected["f32", (int(per_stage[-1]), SIZE, CONTEXT, WIDTH)] += 1
+    expected["s32", (8, SIZE, CONTEXT)] += 2
+    carried = collections.Counter(found.program.loop.arrays)
+    assert {key: carried[key] for key in buffers} == {key: expected[key] for key in buffers}
 
 
 def test_recompute_keeps_the_inputs_of_blocks_or_of_the_stage(found):

@@ -23,7 +23,7 @@ from jpipe.pipeline import (
     repeat_block,
 )
 from jpipe.pipeline.mincut import minimum_vertex_cut
-from jpipe.schedule import Op, Schedule, check_schedule, forward_only_schedule, make_schedule
+from jpipe.schedule import check_schedule, forward_only_schedule, make_schedule
 
 P, M = 4, 5
 
@@ -44,22 +44,12 @@ def test_a_table_without_backwards_does_not_train():
         build(models.mlp(P, M), forward_only_schedule(P, M))
 
 
-def test_a_table_of_several_chunks_is_refused():
-    # Two virtual stages on each of two stages, one microbatch: right, but the executor ignores
-    # chunks and gave wrong numbers.
-    op = np.zeros((8, 2), np.int8)
-    microbatch, chunk = np.full((8, 2), -1, np.int32), np.full((8, 2), -1, np.int32)
-    for t in range(8):
-        virtual = t if t < 4 else 7 - t
-        cell = t, virtual % 2
-        op[cell] = Op.FORWARD if t < 4 else Op.BACKWARD
-        microbatch[cell], chunk[cell] = 0, virtual // 2
-    routes = (((0, 1),), ((1, 0),))
-    route = np.array([0, 1, 0, 0, 1, 0, 1, 0], np.int32)
-    table = Schedule("looped", 2, 1, op, microbatch, chunk, 1, routes, route, num_chunks=2)
-    check_schedule(table)
-    with pytest.raises(ValueError, match=r"num_chunks=2.*one chunk"):
-        build(models.mlp(2, 1), table, make_mesh(2))
+def test_a_table_of_several_chunks_needs_a_model_of_as_many():
+    # The chunks were ignored once, and the numbers wrong.
+    problem = models.mlp(4, 4)
+    run = build(problem, make_schedule("interleaved", 2, 4, 2), make_mesh(2))
+    with pytest.raises(ValueError, match=r"is for 2 chunks a stage, the model is cut into 1"):
+        run(*arguments(problem))
 
 
 def test_a_table_with_more_routes_than_ticks():
