@@ -4,9 +4,9 @@ import numpy as np
 import optax
 import pytest
 from parity import models
+from parity.cases import WAYS
 
 from jpipe.mesh import make_mesh
-from jpipe.schedule import SCHEDULES
 from jpipe.train_step import (
     TrainState,
     abstract_train_state,
@@ -44,7 +44,7 @@ def run_reference(steps=5):
     return state, history
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", WAYS)
 @pytest.mark.parametrize("shape", [(1, 1), (4, 1), (2, 2), (4, 2)])
 def test_trains_as_one_device_does(shape, schedule):
     """Clipping is at work here: the norm must be that of all stages, each counted once."""

@@ -21,6 +21,10 @@ SIZES = [
 ]
 CASES = [(schedule, *sizes) for schedule in SCHEDULES for sizes in SIZES]
 
+# One schedule for each way in which the executor works: exchanges before the next operation, beside
+# it, and picked at run time, that with a backward cut in two.
+WAYS = ["1f1b", "1f1b-overlap", "zero-bubble"]
+
 # Largest error of a gradient leaf, relative to the leaf's largest value.
 TOLERANCE = {"float64": 1e-11, "float32": 1e-6, "bfloat16": 2e-2}
 TOLERANCE["float32, batch norms"] = 1e-5  # they divide by how little a microbatch varies

@@ -15,6 +15,7 @@ from jpipe.models import GPT, GPTConfig, next_token_loss
 from jpipe.pipeline import (
     Chunks,
     PerStage,
+    fsdp,
     param_shardings,
     pipeline_evaluate,
     pipeline_predict,
@@ -73,6 +74,18 @@ def test_several_blocks_a_chunk(recompute):
 
 def test_data_axis():
     assert_whole_agrees(models.mlp(8, 3, size=8), 2, 2, 4)
+
+
+def test_fsdp():
+    problem, mesh = models.mlp(8, 3, size=8), make_mesh(2, 2)
+    own = chunked(problem, 2)
+    partition = fsdp(mesh, own.params)
+    stages = dataclasses.replace(own.stages, partition=partition)
+    run = pipeline_value_and_grad(stages, own.loss, mesh, "interleaved")
+    params = jax.device_put(own.params, param_shardings(mesh, own.params, partition))
+    loss, grads = run(params, own.inputs, own.targets)
+    assert all("data" in grad.sharding.spec for grad in jax.tree.leaves(grads.body))
+    assert_same((loss, grads._replace(body=joined(grads.body))), reference_numbers(problem))
 
 
 @pytest.mark.parametrize("P", [1, 2, 4])

@@ -5,12 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from parity import models
-from parity.cases import assert_same, place
+from parity.cases import WAYS, assert_same, place
 
 from jpipe.mesh import make_mesh
 from jpipe.pipeline import LossTerms, pipeline_evaluate, pipeline_value_and_grad
 from jpipe.reference import reference_value_and_grad
-from jpipe.schedule import SCHEDULES
 
 
 def masked(num_stages, num_microbatches, size=4):
@@ -44,7 +43,7 @@ def whole_batch(problem):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(problem.params)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", WAYS)
 @pytest.mark.parametrize("shape", [(1, 1), (4, 1), (2, 2)])
 def test_unequal_masks_give_the_mean_over_all_that_counts(schedule, shape):
     problem = masked(4, 5)

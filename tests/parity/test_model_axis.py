@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from parity import models
-from parity.cases import TOLERANCE, assert_same, reference_numbers
+from parity.cases import TOLERANCE, WAYS, assert_same, reference_numbers
 
 from jpipe.adapters import pipeline_from_nnx
 from jpipe.mesh import make_mesh
@@ -25,7 +25,6 @@ from jpipe.pipeline import (
     pipeline_value_and_grad,
 )
 from jpipe.reference import reference_value_and_grad
-from jpipe.schedule import SCHEDULES
 from jpipe.train_step import init_train_state, make_train_step
 
 MESHES = [(4, 2, 1), (2, 2, 2), (1, 2, 2), (8, 1, 1), (1, 1, 1), (2, 1, 4)]
@@ -59,7 +58,7 @@ def test_annotated_gpt_equals_one_device(mesh, tied):
     assert_same(numbers(problem, make_mesh(*mesh)), reference_numbers(problem))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", WAYS)
 def test_every_schedule_with_three_axes(schedule):
     problem = gpt(2, 4)
     assert_same(numbers(problem, make_mesh(2, 2, 2), schedule), reference_numbers(problem))

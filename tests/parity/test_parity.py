@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity import models
-from parity.cases import CASES, TOLERANCE, assert_same, pipeline_numbers, reference_numbers
+from parity.cases import CASES, TOLERANCE, WAYS, assert_same, pipeline_numbers, reference_numbers
 
 from jpipe.schedule import SCHEDULES
 
@@ -24,21 +24,21 @@ def test_equals_one_device(schedule, num_stages, num_microbatches):
     assert_same(actual, mlp_reference(num_stages, num_microbatches))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", WAYS)
 @pytest.mark.parametrize("recompute", ["none", "block", "stage"])
 def test_several_blocks_a_stage(schedule, recompute):
     problem = models.mlp(6, 4, recompute=recompute)
     assert_same(pipeline_numbers(problem, schedule, 2), mlp_reference(6, 4))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", WAYS)
 @pytest.mark.parametrize("mesh", [(4, 2), (2, 4), (1, 8), (3, 2)])
 def test_data_axis(schedule, mesh):
     problem = models.mlp(mesh[0], 5, size=8)
     assert_same(pipeline_numbers(problem, schedule, *mesh), reference_numbers(problem))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", WAYS)
 @pytest.mark.parametrize("narrow", [jnp.float32, jnp.bfloat16])
 def test_boundary_and_batch_are_pytrees(schedule, narrow):
     problem = models.two_streams(4, 5, narrow=narrow)

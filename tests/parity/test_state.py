@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from parity import models
-from parity.cases import assert_same, place
+from parity.cases import WAYS, assert_same, place
 
 from jpipe.mesh import make_mesh
 from jpipe.pipeline import (
@@ -20,7 +20,6 @@ from jpipe.pipeline import (
 )
 from jpipe.pipeline.residuals import split_gradient
 from jpipe.reference import reference_value_and_grad
-from jpipe.schedule import SCHEDULES
 
 
 @functools.cache
@@ -51,7 +50,7 @@ def assert_equals_one_device(actual, expected):
     assert_same((loss, state), (wanted_loss, wanted_state))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", WAYS)
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 3), (2, 5), (4, 1), (4, 8)])
 def test_equals_one_device(schedule, num_stages, num_microbatches):
     actual = pipelined(models.carrying(4, num_microbatches), schedule, num_stages)
@@ -59,7 +58,7 @@ def test_equals_one_device(schedule, num_stages, num_microbatches):
     assert int(actual[2].head["count"]) == num_microbatches
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", WAYS)
 @pytest.mark.parametrize("num_stages", [1, 3, 4])
 def test_stages_that_differ(schedule, num_stages):
     """Seven blocks: random numbers and state do not depend on how they are cut."""
@@ -190,7 +189,7 @@ def tied(num_microbatches):
     return problem._replace(stages=stages, params=params)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", WAYS)
 @pytest.mark.parametrize("mesh", [(1, 1), (4, 1), (2, 2)])
 def test_tied_parameters_get_the_gradients_of_all_uses(schedule, mesh):
     problem = tied(5)

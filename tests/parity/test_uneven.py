@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from parity import models
-from parity.cases import assert_same, pipeline_numbers, place, reference_numbers
+from parity.cases import WAYS, assert_same, pipeline_numbers, place, reference_numbers
 
 from jpipe.mesh import make_mesh
 from jpipe.pipeline import (
@@ -20,13 +20,12 @@ from jpipe.pipeline import (
 )
 from jpipe.pipeline.keys import microbatch_keys
 from jpipe.pipeline.stages import no_state
-from jpipe.schedule import SCHEDULES
 from jpipe.train_step import init_train_state, make_train_step
 
 WIDTHS = [(6, 6), (8, 12, 6), (7, 5, 9, 16), (8, 8, 16, 4, 3)]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", WAYS)
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_equals_one_device(schedule, widths):
     problem = models.uneven(widths, 5)

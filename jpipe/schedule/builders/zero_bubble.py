@@ -28,11 +28,6 @@ def zero_bubble_schedule(num_stages: int, num_microbatches: int) -> Schedule:
     Raises:
         ValueError: if an argument is below 1.
     """
-    cells = _cells(num_stages, num_microbatches)
-    return from_cells("zero-bubble", num_stages, num_microbatches, cells)
-
-
-def _cells(num_stages: int, num_microbatches: int) -> dict[tuple[int, int], Cell]:
     check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
     cells: dict[tuple[int, int], Cell] = {}
     done = {op: [0] * num_stages for op in (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)}
@@ -44,7 +39,7 @@ def _cells(num_stages: int, num_microbatches: int) -> dict[tuple[int, int], Cell
                 cells[t, s] = op, done[op][s], 0
                 done[op][s] += 1
         t += 1
-    return cells
+    return from_cells("zero-bubble", num_stages, num_microbatches, cells)
 
 
 def _choose(done: dict[Op, list[int]], s: int, num_stages: int, num_microbatches: int) -> Op | None:
