@@ -258,6 +258,11 @@ def assemble(
     """
     if num_chunks < 1:
         raise ValueError(f"num_chunks={num_chunks} must be at least 1")
+    if num_chunks > 1 and num_stages is not None and num_chunks * num_stages > len(blocks):
+        raise ValueError(
+            f"{len(blocks)} layers cannot be cut into {num_stages} stages of num_chunks="
+            f"{num_chunks} chunks; use fewer of either"
+        )
     tied = _find_tied(stem, blocks, head)
     difference = next(filter(None, map(blocks[0].difference, blocks)), None)
     alike = difference is None and len(blocks) % (num_chunks * (num_stages or 1)) == 0

@@ -58,7 +58,7 @@ def check_split_points(split_points: Sequence[int], num_layers: int, num_stages:
     if len(split_points) != num_stages - 1 or any(a >= b for a, b in itertools.pairwise(cuts)):
         raise ValueError(
             f"split_points={tuple(split_points)} must be {num_stages - 1} rising numbers between 1 "
-            f"and {num_layers - 1}: the first layer of each of {num_stages} stages but the first"
+            f"and {num_layers - 1}: the first layer of each of {num_stages} pieces but the first"
         )
 
 

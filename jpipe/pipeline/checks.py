@@ -74,7 +74,10 @@ def as_params(params: Any) -> Params:
             f"params is a {type(params).__name__}; it must be Params(stem, body, head), with {{}} "
             "for a part without parameters"
         )
-    return Params(*params)
+    parts = Params(*params)
+    if not chunks_of(parts.body):
+        raise ValueError("params.body is Chunks without any; give at least one")
+    return parts
 
 
 def check_schedule_fits(
@@ -193,15 +196,24 @@ def check_params(params: Params, state: Params, mesh: Mesh) -> None:
     for c, bodies in enumerate(zip(*chunks.values(), strict=True)):
         place = f"[{c}]" if len(chunks["params.body"]) > 1 else ""
         named = {name + place: body for name, body in zip(chunks, bodies, strict=True)}
-        counts[f"params.body{place}"] = _check_body(named, mesh.shape[STAGE])
+        counts[f"params.body{place}"] = _check_body(
+            named, mesh.shape[STAGE], len(chunks["params.body"])
+        )
     if len(set(counts.values())) > 1:
         described = ", ".join(f"{name} has {n}" for name, n in counts.items() if n)
         raise ValueError(
             f"chunks must all stack the same number of blocks, or all be PerStage: {described}"
         )
+    for name, bodies in chunks.items():
+        for c, body in enumerate(bodies):
+            if not isinstance(body, PerStage) and _describe(body) != _describe(bodies[0]):
+                raise ValueError(
+                    f"{name}[{c}] is {_describe(body)}, {name}[0] is {_describe(bodies[0])}; "
+                    "chunks of stacked blocks must be alike, others need a PerStage in each chunk"
+                )
 
 
-def _check_body(bodies: dict[str, Tree], num_stages: int) -> int:
+def _check_body(bodies: dict[str, Tree], num_stages: int, num_chunks: int) -> int:
     """Check parameters and state of one chunk; the number of its blocks, 0 if stages differ."""
     params, *_ = bodies.values()
     if isinstance(params, PerStage):
@@ -226,16 +238,26 @@ def _check_body(bodies: dict[str, Tree], num_stages: int) -> int:
     if not blocks:
         name = next(iter(bodies))
         raise ValueError(f"{name} holds no arrays; a pipeline needs blocks to cut into stages")
-    check_blocks(next(iter(blocks)), num_stages)
+    check_blocks(next(iter(blocks)), num_stages, num_chunks)
     return next(iter(blocks))
 
 
-def check_blocks(num_blocks: int, num_stages: int) -> None:
+def check_blocks(num_blocks: int, num_stages: int, num_chunks: int = 1) -> None:
     """Refuse blocks that do not divide over the stages.
+
+    Args:
+        num_blocks: of the model, or of each chunk.
+        num_stages: P.
+        num_chunks: V.
 
     Raises:
         ValueError: naming both numbers and the numbers of stages that fit.
     """
+    if num_blocks % num_stages and num_chunks > 1:
+        raise ValueError(
+            f"{num_blocks * num_chunks} blocks (layers) in {num_chunks} chunks do not divide over "
+            f"{num_stages} stages; use a multiple of {num_stages * num_chunks} layers"
+        )
     if num_blocks % num_stages:
         fitting = [p for p in range(1, num_blocks + 1) if num_blocks % p == 0]
         less = num_blocks - num_blocks % num_stages

@@ -125,13 +125,17 @@ class Executor:
 
     @functools.cached_property
     def _splits(self) -> list[SplitGradient]:
-        return [self._program.split(c) for c in self._chunks]
+        splits = [self._program.split(c) for c in self._chunks]
+        _check_alike("keep", [split.kept for split in splits])
+        return splits
 
     @functools.cached_property
     def _halves(self) -> list[SplitBackward]:
         if not self.schedule.splits_backward:
             return []
-        return [self._program.split_backward(c) for c in self._chunks]
+        halves = [self._program.split_backward(c, self._splits[c]) for c in self._chunks]
+        _check_alike("leave", [half.left for half in halves])
+        return halves
 
     @functools.cached_property
     def _split_stem(self) -> SplitGradient:
@@ -323,6 +327,17 @@ class Executor:
     def _runs(self, chunk: int, row: Row) -> jax.Array | bool:
         """Whether a row is that of a chunk."""
         return row.chunk == chunk if len(self._chunks) > 1 else True
+
+
+def _check_alike(verb: str, chunks: list[list[jax.ShapeDtypeStruct]]) -> None:
+    """Refuse chunks whose functions would need stashes of different shapes."""
+    for c, own in enumerate(chunks):
+        if own != chunks[0]:
+            raise ValueError(
+                f"stages.body[{c}] and stages.body[0] {verb} arrays of different shapes between "
+                "forward and backward; chunks of stacked blocks must run the same function, others "
+                "need a PerStage in each chunk"
+            )
 
 
 def _add(sums: Tree, grads: Tree) -> Tree:

@@ -42,7 +42,8 @@ def pipeline_value_and_grad(
         mesh: has the axis `stage`, and may have `data`, over which each microbatch is split, and
             `model`, over which XLA divides the work within a stage.
         schedule: a table, or the name of one of `jpipe.schedule.SCHEDULES`, which is then built
-            for the number of microbatches of each batch.
+            for the number of microbatches of each batch and the chunks of the model (`interleaved`
+            of a model without chunks is `1f1b-overlap`).
         has_aux: whether to return `LossTerms.aux` as well.
 
     Returns:

@@ -34,7 +34,8 @@ class Program:
         run: `(chunk, this stage's variables of it, payload, the body's key) -> payload`.
         split: `(chunk)` -> its gradient, cut into forward and backward, where "once" is the moving
             state and "aux" its updates. What is kept has the same shapes for every chunk.
-        split_backward: `(chunk)` -> that backward, cut in two; the same holds of what is kept.
+        split_backward: `(chunk, its split gradient)` -> its backward, cut in two; what is left has
+            the same shapes for every chunk.
     """
 
     payload: Tree
@@ -43,7 +44,7 @@ class Program:
     again: Callable[[int, Tree, Key], Tree]
     run: Callable[[int, Variables, Tree, Key], Tree]
     split: Callable[[int], SplitGradient]
-    split_backward: Callable[[int], SplitBackward]
+    split_backward: Callable[[int, SplitGradient], SplitBackward]
 
 
 def body_program(
@@ -76,7 +77,7 @@ def body_program(
             again=lambda c, constant, key: (constant, key),
             run=uneven.run,
             split=uneven.split,
-            split_backward=uneven.split_backward,
+            split_backward=lambda c, _: uneven.split_backward(c),
         )
     return _even(bodies, axis, own, x, key, rows)
 
@@ -112,7 +113,7 @@ def _even(
             own.params, again(c, own.constant, key), x, own.moving
         )[0],
         split=split,
-        split_backward=lambda c: split_backward(
-            split(c), chunk.params, again(c, chunk.constant, key), x
+        split_backward=lambda c, split: split_backward(
+            split, chunk.params, again(c, chunk.constant, key), x
         ),
     )

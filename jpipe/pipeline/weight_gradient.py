@@ -1,8 +1,8 @@
 """Cut a backward in two: the gradient of the input, and that of the parameters.
 
 The first is what the previous stage waits for. What it computes on the way and the second needs is
-left for it, so that the second computes nothing again but what is cheap, as in `residuals`: the two
-take as many operations as the whole.
+left for it, so that the second computes nothing again but what is cheap, as in `residuals`, or
+follows from parameters or keys alone. So the two multiply as many matrices as the whole.
 
 Qi et al., "Zero Bubble Pipeline Parallelism", 2023 (arXiv 2401.10241), who cut by module. Here the
 cut goes through the program that JAX's autodiff makes, whatever the modules are. What one operation
@@ -74,7 +74,7 @@ def split_backward(split: SplitGradient, params: Tree, again: Tree, y: Tree) -> 
     used = [v for eqn in rest for v in eqn.invars] + list(dparams_vars)
     left_vars = cheapest_to_keep(first, dy_vars, used, tracked=arguments[num_free : len(given)])
 
-    run_inputs = subprogram(program, arguments, [*dx_vars, *left_vars])
+    run_inputs = subprogram(program, arguments, [*dx_vars, *left_vars], effects=True)
     run_weights = subprogram(program, [*given, *left_vars], dparams_vars)
 
     def inputs(
@@ -92,11 +92,11 @@ def split_backward(split: SplitGradient, params: Tree, again: Tree, y: Tree) -> 
 
 
 def _needed_for(jaxpr: jex.Jaxpr, outputs: Sequence[Any]) -> list[jex.JaxprEqn]:
-    """The equations that some outputs follow from."""
+    """The equations that some outputs follow from, and those with effects."""
     needed = {v for v in outputs if isinstance(v, jex.Var)}
     eqns = []
     for eqn in reversed(jaxpr.eqns):
-        if not needed.isdisjoint(eqn.outvars):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
             eqns.append(eqn)
             needed.update(v for v in eqn.invars if isinstance(v, jex.Var))
     return eqns[::-1]

@@ -2,7 +2,8 @@
 
 `F3` is the forward of microbatch 3, `B3` its backward and `W3` its weight gradient; with several
 chunks `F3.1` is that of chunk 1. An idle tick is empty, or one of the signs `.`, `-` and `·`. So
-pictures show it, and so files hold it, with commas between ticks.
+pictures show it, and so files hold it, with commas between ticks. A file may begin with the line
+`hop,2`, see `Schedule`; without it the hop is 1.
 """
 
 import csv
@@ -17,18 +18,22 @@ from jpipe.schedule.check import check_schedule
 from jpipe.schedule.table import Cell, Op, Schedule, from_cells
 
 _IDLE = {"", ".", "-", Op.IDLE.letter}
-_CELL = re.compile(r"([FBW])(\d+)(?:\.(\d+))?")
+_CELL = re.compile(r"([FBW])(\d{1,9})(?:\.(\d{1,9}))?")
+_HOP = "hop"
 
 
-def schedule_from_cells(rows: Sequence[Sequence[str]], name: str = "custom") -> Schedule:
+def schedule_from_cells(
+    rows: Sequence[Sequence[str]], name: str = "custom", *, hop: int = 1
+) -> Schedule:
     """The schedule that a table of cells describes, proved right.
 
-    What the table makes leaves at the end of its tick, over the exchanges that the tick needs, and
-    waits at its destination until it is used.
+    What a tick makes leaves over the exchanges that its tick needs, and waits at its destination
+    until it is used.
 
     Args:
         rows: a sequence, or an array, of cells for each stage. Shorter rows end in idle ticks.
         name: what to call it.
+        hop: least ticks between making a tensor and the neighbour's use of it, 1 or 2.
 
     Raises:
         ValueError: if a cell cannot be read, which is named by stage and tick, or the table is
@@ -53,13 +58,14 @@ def schedule_from_cells(rows: Sequence[Sequence[str]], name: str = "custom") -> 
         raise ValueError(
             f"schedule {name!r} holds no operation; give a row of cells for each stage"
         )
-    schedule = from_cells(
-        name,
-        len(rows),
-        1 + max(i for _, i, _ in cells.values()),
-        cells,
-        num_chunks=1 + max(c for _, _, c in cells.values()),
-    )
+    num_microbatches, num_chunks = (1 + max(c[k] for c in cells.values()) for k in (1, 2))
+    if num_microbatches * num_chunks * len(rows) > len(cells):
+        raise ValueError(
+            f"schedule {name!r} names microbatch {num_microbatches - 1} and chunk "
+            f"{num_chunks - 1}, but has {len(cells)} operations; each chunk of each of the "
+            f"{len(rows)} stages must run each microbatch"
+        )
+    schedule = from_cells(name, len(rows), num_microbatches, cells, hop=hop, num_chunks=num_chunks)
     check_schedule(schedule)
     return schedule
 
@@ -93,14 +99,21 @@ def read_schedule(path: str | os.PathLike[str]) -> Schedule:
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        rows = [row for row in csv.reader(io.StringIO(text)) if any(map(str.strip, row))]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no table in UTF-8"
         raise ValueError(
             f"cannot read the schedule {str(path)!r}: {reason}; give a .csv file of cells such as "
             "F0, a line for each stage"
         ) from error
-    rows = [row for row in csv.reader(io.StringIO(text)) if row]
-    return schedule_from_cells(rows, path.name)
+    hop = 1
+    if rows and rows[0][0].strip() == _HOP:
+        (_, *values), *rows = rows
+        given = "".join(values).strip()
+        if given not in ("1", "2"):
+            raise ValueError(f"schedule {path.name!r}: hop,{given} must be hop,1 or hop,2")
+        hop = int(given)
+    return schedule_from_cells(rows, path.name, hop=hop)
 
 
 def write_schedule(schedule: Schedule, path: str | os.PathLike[str]) -> None:
@@ -110,5 +123,8 @@ def write_schedule(schedule: Schedule, path: str | os.PathLike[str]) -> None:
         OSError: if the file cannot be written.
     """
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(schedule_to_cells(schedule))
+    writer = csv.writer(text, lineterminator="\n")
+    if schedule.hop != 1:
+        writer.writerow([_HOP, schedule.hop])
+    writer.writerows(schedule_to_cells(schedule))
     write_atomically(Path(path), text.getvalue().encode())

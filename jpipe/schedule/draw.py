@@ -191,7 +191,8 @@ def _paint(figure: "Figure", schedule: Schedule, costs: CostModel, found: Simula
     axes.spines["bottom"].set_color(_GREY)
     axes.set_xlabel(f"time ({_describe(schedule, costs)})", fontsize=9, color=_GREY)
 
-    kept = ["microbatches\nkept at most", *map(str, found.peak_kept.tolist())]
+    what = "microbatches" if schedule.num_chunks == 1 else "microbatches\nof a chunk"
+    kept = [f"{what}\nkept at most", *map(str, found.peak_kept.tolist())]
     for text, row in zip(kept, [-0.5 - 0.22 / _ROW, *range(num_stages)], strict=True):
         x = found.makespan + _RIGHT / 2 / inches
         axes.text(x, row, text, ha="center", va="center", fontsize=9, color=_GREY)
@@ -295,4 +296,5 @@ def _describe(schedule: Schedule, costs: CostModel) -> str:
         values = np.unique(np.asarray(cost, float))
         low, high = f"{values[0]:g}", f"{values[-1]:g}"
         parts.append(f"{name} = {low}" if low == high else f"{name} = {low} to {high}")
-    return ", ".join(parts)
+    of = f" of all {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
+    return ", ".join(parts) + of

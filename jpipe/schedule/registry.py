@@ -60,7 +60,10 @@ def load_schedule(
     for what, number in asked.items():
         found = getattr(schedule, f"num_{what}")
         if number not in (None, found):
-            raise ValueError(f"the table in {text!r} is for {found} {what}, not {number}")
+            raise ValueError(
+                f"the table in {text!r} is for {found} {what}, not {number}; ask for {found}, or "
+                "give another table"
+            )
     return schedule
 
 

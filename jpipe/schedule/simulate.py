@@ -89,7 +89,8 @@ class Simulation:
         makespan: when the last stage leaves its last tick.
         idle: float64 `[stages]`, how much of the makespan a stage does not compute.
         bubble: the share of all stages' time that is idle, in [0, 1).
-        peak_kept: int32 `[stages]`, the most microbatches a stage keeps at a time.
+        peak_kept: int32 `[stages]`, the most microbatches a stage keeps at a time; of a chunk each,
+            if it has several.
     """
 
     start: NDArray[np.float64]
@@ -160,8 +161,7 @@ def simulate_schedule(schedule: Schedule, costs: CostModel) -> Simulation:
 def with_chain_exchange(schedule: Schedule) -> Schedule:
     """The same table, but the whole chain exchanges both ways in every tick.
 
-    For comparison only: it shows what it costs that stages with nothing to exchange meet. Two
-    permutes are no single route, so `check_schedule` refuses the result.
+    For comparison: it shows what it costs that stages with nothing to exchange meet.
     """
     both = chain(schedule.num_stages, up=True) + chain(schedule.num_stages, up=False)
     return dataclasses.replace(

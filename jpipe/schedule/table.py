@@ -7,7 +7,8 @@ costs it, `draw` shows it, and one executor runs any of them.
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,7 +91,7 @@ class Schedule:
         """The last virtual stage."""
         return self.num_chunks * self.num_stages - 1
 
-    @property
+    @functools.cached_property
     def virtual_stage(self) -> NDArray[np.int32]:
         """int32 `[ticks, stages]`, which virtual stage runs; meaningless where idle."""
         stages = np.arange(self.num_stages, dtype=np.int32)
@@ -157,6 +158,8 @@ def lanes(num_stages: int, route: Route) -> tuple[Route, ...]:
     return up, tuple(edge for edge in route if edge not in up)
 
 
+_LONGEST_PERIOD = 4
+
 Cell = tuple[Op, int, int]
 """An operation, its microbatch and its chunk."""
 
@@ -181,7 +184,8 @@ def from_cells(
         cells: what runs in which (tick, stage).
         hop: least ticks between making a tensor and the neighbour's use of it.
         num_chunks: model chunks per stage.
-        routes: the different exchanges; None for those that each tick needs, and no more.
+        routes: the different exchanges; None for what each tick needs, and no more; with hop 2, for
+            a few in turn if that will do.
         route_of_tick: which of them carries what a tick made.
     """
     num_ticks = 1 + max((t for t, _ in cells), default=-1)
@@ -205,7 +209,7 @@ def from_cells(
 
 
 def _with_needed_routes(schedule: Schedule) -> Schedule:
-    """The table with the exchanges that each tick needs."""
+    """The table with the exchanges that its ticks need."""
     needed: list[Route] = []
     for t in range(schedule.num_ticks):
         edges = []
@@ -214,9 +218,25 @@ def _with_needed_routes(schedule: Schedule) -> Schedule:
             user = schedule.user_of(Op(int(schedule.op[t, s])), v)
             edges += [] if user is None else [(s, user % schedule.num_stages)]
         needed.append(tuple(sorted(edges)))
+    # Where a few routes in turn will do, a program knows the exchange of every tick when it is
+    # compiled, and can run it beside operations. Of these take those that join the fewest.
+    turns = [_in_turn(needed, period) for period in range(1, _LONGEST_PERIOD + 1)]
+    single = [r for r in turns if all(len(lanes(schedule.num_stages, own)) == 1 for own in r)]
+    if schedule.hop == 2 and single:
+        best = min(single, key=lambda r: sum(map(len, r)) / len(r))
+        ticks = np.arange(schedule.num_ticks, dtype=np.int32)
+        return dataclasses.replace(schedule, routes=best, route=ticks % len(best))
     routes = tuple(dict.fromkeys(needed))
     route = np.array([routes.index(edges) for edges in needed], np.int32)
     return dataclasses.replace(schedule, routes=routes, route=route)
+
+
+def _in_turn(needed: Sequence[Route], period: int) -> tuple[Route, ...]:
+    """Routes in turn that have all that ticks need."""
+    return tuple(
+        tuple(sorted({edge for edges in needed[k::period] for edge in edges}))
+        for k in range(period)
+    )
 
 
 def from_ticks(

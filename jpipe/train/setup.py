@@ -86,10 +86,10 @@ def prepare(options: TrainOptions) -> Setup:
     pieces = num_stages * schedule.num_chunks
     if options.model == "gpt" and pieces > options.layers:
         chunks = f" of {schedule.num_chunks} chunks each" if schedule.num_chunks > 1 else ""
+        most = "stages x chunks" if chunks else "stages"
         raise ValueError(
             f"--mesh {options.mesh}: {options.layers} layers cannot be cut into {num_stages} "
-            f"stages{chunks}; use at most {options.layers} {'of these' if chunks else 'stages'}, "
-            "or more --layers"
+            f"stages{chunks}; use at most {options.layers} {most}, or more --layers"
         )
     task: Task
     if options.model in RESNETS:
@@ -128,7 +128,8 @@ def _schedule(options: TrainOptions, num_stages: int) -> Schedule:
         schedule = load_schedule(options.schedule, num_stages, options.microbatches, options.chunks)
         check_schedule(schedule)
     except ValueError as error:
-        raise ValueError(f"--schedule {options.schedule}: {error}") from error
+        chunks = "" if options.chunks is None else f" --chunks {options.chunks}"
+        raise ValueError(f"--schedule {options.schedule}{chunks}: {error}") from error
     if not schedule.trains:
         raise ValueError(f"--schedule {options.schedule} has no backwards; give a training table")
     return schedule

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -20,6 +21,7 @@ from jpipe.pipeline import (
     pipeline_evaluate,
     pipeline_predict,
     pipeline_value_and_grad,
+    repeat_block,
 )
 from jpipe.reference import reference_value_and_grad
 
@@ -179,6 +181,23 @@ def test_what_does_not_fit_is_refused():
     )
     with pytest.raises(ValueError, match=r"params.body\[0\] has 4, params.body\[1\] has 2"):
         pipeline_value_and_grad(own.stages, own.loss, mesh, "interleaved")(uneven, *batch)
+    other = own.params._replace(
+        body=Chunks(
+            own.params.body[0], jax.tree.map(lambda a: a.astype(jnp.bfloat16), own.params.body[1])
+        )
+    )
+    with pytest.raises(ValueError, match=r"params.body\[1\] is .*bfloat16.* must be alike"):
+        pipeline_value_and_grad(own.stages, own.loss, mesh, "interleaved")(other, *batch)
+    narrow = repeat_block(lambda p, x: jnp.sin(x.sum(-1, keepdims=True)) + 0 * x + p["b"])
+    stages = dataclasses.replace(own.stages, body=Chunks(own.stages.body[0], narrow))
+    with pytest.raises(ValueError, match=r"stages.body\[1\] and .* keep arrays of different"):
+        pipeline_value_and_grad(stages, own.loss, mesh, "interleaved")(own.params, *batch)
+    empty = own.params._replace(body=Chunks())
+    with pytest.raises(ValueError, match="Chunks without any"):
+        pipeline_value_and_grad(own.stages, own.loss, mesh, "interleaved")(empty, *batch)
+    third = own.params._replace(body=cut(jax.tree.map(lambda a: a[:6], problem.params.body), 2))
+    with pytest.raises(ValueError, match=r"6 blocks .* in 2 chunks do not divide over 2 stages"):
+        pipeline_value_and_grad(own.stages, own.loss, mesh, "interleaved")(third, *batch)
     with pytest.raises(ValueError, match="num_chunks=0 must be at least 1"):
         pipeline_from_nnx(
             lambda rngs: GPT(GPTConfig(), rngs=rngs),

@@ -127,6 +127,25 @@ def test_what_is_left_is_what_enters_each_product():
     assert size(halves.left) < size(again.left) < size(halves.left) + 16 * x.size
 
 
+def test_effects_of_the_backward_happen_once(capfd):
+    @jax.custom_vjp
+    def noted(x):
+        return x
+
+    def backward(_, g):
+        jax.debug.print("passing {}", g.shape[0])
+        return (g,)
+
+    noted.defvjp(lambda x: (x, None), backward)
+    body, params, x = (lambda p, x: noted(x @ p)), jnp.eye(3), jnp.ones((2, 3))
+    split, halves = cut(body, params, x)
+    _, _, kept = split.forward(params, (), x, ())
+    _, left = jax.jit(halves.inputs)(params, (), kept, x)
+    jax.block_until_ready(jax.jit(halves.weights)(params, (), kept, left))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("passing 2") == 1
+
+
 def test_an_operation_that_makes_both_belongs_to_the_first_half():
     body, params, x = loop()
     split, halves = cut(body, params, x)
