@@ -119,7 +119,7 @@ def test_frozen_parameters_have_no_gradients_and_no_optimizer_state():
     jax.tree.map(np.testing.assert_array_equal, state.model_state, before)
 
 
-@pytest.mark.parametrize("mesh", [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize("mesh", [pytest.param((2, 1), marks=pytest.mark.slow), (4, 1), (2, 2)])
 def test_tied_gpt_after_fifty_steps(mesh):
     config = GPTConfig(vocab_size=16, context=8, layers=4, width=16, heads=2, tied=True)
     pipe = pipeline_from_nnx(

@@ -7,7 +7,7 @@ import optax
 import pytest
 from adapters.images import digits
 from flax import nnx
-from parity.cases import TOLERANCE, assert_same, place
+from parity.cases import TOLERANCE, WAYS, assert_same, place
 from parity.models import Problem
 
 from jpipe.adapters import pipeline_from_nnx
@@ -24,7 +24,6 @@ from jpipe.pipeline import (
     pipeline_value_and_grad,
 )
 from jpipe.reference import reference_value_and_grad
-from jpipe.schedule import SCHEDULES
 from jpipe.train_step import init_train_state, make_train_step
 
 RESNET = ResNetConfig(depth=18, width=4)
@@ -95,7 +94,7 @@ def test_resnet_on_real_images_has_the_numbers_of_plain_flax(
 
 @pytest.mark.parametrize(
     "schedule",
-    [s if s == "1f1b" else pytest.param(s, marks=pytest.mark.slow) for s in SCHEDULES],
+    [s if s == "zero-bubble" else pytest.param(s, marks=pytest.mark.slow) for s in WAYS],
 )
 def test_resnet_equals_one_device(schedule):
     pipe = resnet(4)
@@ -111,6 +110,7 @@ def test_resnet_equals_one_device(schedule):
     assert int(aux["right"]) == int(expected[0][1]["right"])
 
 
+@pytest.mark.slow
 def test_resnet_learns_and_evaluates_with_running_averages():
     pipe, mesh, optimizer = resnet(4), make_mesh(4), optax.sgd(0.05, momentum=0.9)
     images, labels = digits(4, 16)

@@ -31,7 +31,12 @@ def vit(**settings):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "recompute"), [((4, 1), "none"), ((4, 1), "stage"), ((2, 2), "none")]
+    ("mesh", "recompute"),
+    [
+        ((4, 1), "stage"),
+        pytest.param((4, 1), "none", marks=pytest.mark.slow),
+        pytest.param((2, 2), "none", marks=pytest.mark.slow),
+    ],
 )
 def test_vit_with_dropout_equals_one_device(mesh, recompute):
     pipe = vit(recompute=recompute)

@@ -26,7 +26,7 @@ from jpipe.pipeline import (
 from jpipe.reference import reference_value_and_grad
 
 # V, P and M: fewer microbatches than stages, as many, more, a multiple, and with a remainder.
-SIZES = [(2, 1, 3), (3, 1, 2), (2, 2, 1), (2, 2, 4), (3, 2, 5), (2, 3, 3), (2, 4, 2), (2, 4, 7)]
+SIZES = [(3, 1, 2), (2, 2, 1), (2, 2, 4), (3, 2, 5), (2, 3, 3), (2, 4, 7)]
 
 
 def cut(tree, num_chunks):
@@ -133,7 +133,7 @@ def test_evaluate_and_predict(V, P, M):
     assert by_hand == pytest.approx(float(expected), rel=1e-5)
 
 
-@pytest.mark.parametrize("layers", [8, 7])
+@pytest.mark.parametrize("layers", [pytest.param(8, marks=pytest.mark.slow), 7])
 def test_a_gpt_cut_by_the_adapter(layers):
     """With seven layers the pieces differ; the plain form is the same either way."""
     config = GPTConfig(vocab_size=17, context=6, layers=layers, width=16, heads=2, tied=True)

@@ -37,8 +37,12 @@ ROUTES = {
     "interleaved": [UP | {(STAGES - 1, 0)}, DOWN | {(0, STAGES - 1)}],
     "zero-bubble-overlap": [UP, DOWN],
 }
-# Each schedule keeping all, and computing again; by the block in one of them.
-RECOMPUTE = [*itertools.product(SCHEDULES, ("none", "stage")), ("1f1b", "block")]
+# Each schedule keeping all; computing again in some.
+RECOMPUTE = [
+    *itertools.product(SCHEDULES, ["none"]),
+    *itertools.product(["1f1b", "interleaved", "zero-bubble"], ["stage"]),
+    ("1f1b", "block"),
+]
 PASSES_ON = {"parameter", "get-tuple-element", "tuple", "bitcast", "conditional"}
 ACTIVATION = SIZE * CONTEXT * WIDTH * 4  # bytes
 

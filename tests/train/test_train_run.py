@@ -83,7 +83,7 @@ def test_first_loss_is_that_of_a_uniform_guess(alone):
     [
         ["--mesh", "4"],
         ["--mesh", "2x2"],
-        ["--mesh", "stage=4", "--schedule", "gpipe"],
+        ["--mesh", "stage=2", "--schedule", "interleaved"],
         ["--mesh", "2", "--schedule", "1f1b-overlap", "--recompute", "stage"],
         ["--mesh", "2", "--microbatches", "4", "--recompute", "block"],
         ["--mesh", "3"],
@@ -244,8 +244,8 @@ def test_option_names_are_frozen():
     assert parse_options([]) == TrainOptions()
     names = (
         "mesh model layers width heads context data vocab_size steps batch_size microbatches "
-        "schedule recompute learning_rate seed eval_every out platform dry_run tied distributed "
-        "coordinator num_processes process_id"
+        "schedule chunks recompute learning_rate seed eval_every out platform dry_run tied "
+        "distributed coordinator num_processes process_id"
     )
     assert sorted(vars(TrainOptions())) == sorted(names.split())
     options = parse_options(["--data", "a", "b", "--vocab-size", "7", "--dry-run"])
@@ -263,6 +263,7 @@ def test_the_default_run_beats_the_bigram_model(tmp_path):
     assert summary["bytes_per_device"] < summary["bytes_on_one_device"]
 
 
+@pytest.mark.slow
 def test_resnet(tmp_path, capsys):
     folder = tmp_path / "run"
     arguments = ["--model", "resnet18", "--width", "4", "--mesh", "3", "--steps", "3"]
