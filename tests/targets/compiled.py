@@ -16,11 +16,13 @@ from jpipe.adapters import pipeline_from_nnx
 from jpipe.mesh import make_mesh
 from jpipe.models import GPT, GPTConfig, next_token_loss
 from jpipe.pipeline import batch_sharding
+from jpipe.schedule import assign_slots, make_schedule
 from jpipe.targets import compiler_options, topology
 from jpipe.train_step import abstract_train_state, make_train_step
 
 STAGES, SIZE, CONTEXT, WIDTH, VOCABULARY = 4, 3, 16, 48, 80
 MICROBATCHES = 8
+CHUNKS = {"interleaved": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +105,11 @@ def compiled(
     stages = STAGES // num_data
     config = GPTConfig(VOCABULARY, CONTEXT, layers=2 * stages, width=WIDTH, heads=2, dtype=dtype)
     model = pipeline_from_nnx(
-        lambda rngs: GPT(config, rngs=rngs), stem="embedding", body="blocks", head="head"
+        lambda rngs: GPT(config, rngs=rngs),
+        stem="embedding",
+        body="blocks",
+        head="head",
+        num_chunks=CHUNKS.get(schedule, 1),
     )
     devices = topology(target)
     mesh = make_mesh(stages, num_data, devices=devices)
@@ -123,7 +129,8 @@ def compiled(
         thunks = _thunks(Path(folder)) if platform == "gpu" else []
     text = program.as_text()
     assert "is_scheduled=true" in text.partition("\n")[0]
-    num_kept = stages if schedule == "1f1b" else 2 * stages - 1
+    table = make_schedule(schedule, stages, num_microbatches, CHUNKS.get(schedule, 1))
+    num_kept = int(assign_slots(table).per_stage.max())
     return Compiled(hlo.parse(text), program.memory_analysis().temp_size_in_bytes, num_kept, thunks)
 
 
