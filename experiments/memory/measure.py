@@ -19,20 +19,12 @@ from importlib import metadata
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.update(
-    TPU_SKIP_MDS_QUERY="1",
-    TPU_ACCELERATOR_TYPE="v5p-8",
-    TPU_WORKER_HOSTNAMES="localhost",
-    TPU_WORKER_ID="0",
-    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-)
 
 import jax
 import numpy as np
 import optax
 from flax import nnx
 from gpipe_autodiff import gpipe_loss
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.adapters import pipeline_from_nnx
@@ -40,6 +32,7 @@ from jpipe.memory import Memory, format_bytes, memory_of
 from jpipe.mesh import make_mesh
 from jpipe.models import GPT, GPTConfig, next_token_loss
 from jpipe.pipeline import batch_sharding
+from jpipe.targets import TARGETS, topology
 from jpipe.train_step import (
     TrainState,
     abstract_train_state,
@@ -135,7 +128,7 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=50304)
     parser.add_argument("--microbatch-size", type=int, default=2)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16, 32])
-    parser.add_argument("--target", default="v5p:2x2x1")
+    parser.add_argument("--target", default="v5p", choices=TARGETS)
     options = parser.parse_args()
     config = GPTConfig(
         vocab_size=options.vocab_size,
@@ -145,7 +138,7 @@ def main() -> None:
         heads=options.heads,
         dtype="bfloat16",
     )
-    devices = topologies.get_topology_desc(options.target, platform="tpu").devices
+    devices = topology(options.target)
     shapes = jax.eval_shape(
         lambda: nnx.to_pure_dict(nnx.state(GPT(config, rngs=nnx.Rngs(0)), nnx.Param))
     )

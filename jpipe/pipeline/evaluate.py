@@ -7,6 +7,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.mesh import STAGE, has_explicit_axes
 from jpipe.pipeline import checks, stash
+from jpipe.pipeline.check_model import check_loss, check_outputs
 from jpipe.pipeline.examples import (
     check_examples,
     counted,
@@ -67,7 +68,7 @@ def pipeline_evaluate(
             own_loss = counted(loss)
         checks.check_batch(mesh, inputs=inputs, targets=targets)
         placed = Placed(stages, mesh, params, state, inputs, key, moves=False)
-        checks.check_loss(own_loss, placed.outputs, targets, has_aux=has_aux)
+        check_loss(own_loss, placed.outputs, targets, has_aux=has_aux)
 
         def on_stage(
             variables: Variables, key: jax.Array | None, inputs: Tree, targets: Tree
@@ -128,7 +129,7 @@ def pipeline_predict(
             inputs = to_microbatches(inputs, microbatch_size)
         num_microbatches = checks.check_batch(mesh, inputs=inputs)
         placed = Placed(stages, mesh, params, state, inputs, key, moves=False)
-        checks.check_outputs(placed.outputs)
+        check_outputs(placed.outputs)
 
         def on_stage(variables: Variables, key: jax.Array | None, inputs: Tree) -> Tree:
             def keep(buffers: Tree, outputs: Tree, i: jax.Array) -> Tree:

@@ -7,6 +7,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jpipe.mesh import STAGE
 from jpipe.pipeline import checks
+from jpipe.pipeline.check_model import check_loss
 from jpipe.pipeline.executor import Executor
 from jpipe.pipeline.layout import lay_out, reduce_grads, share_state
 from jpipe.pipeline.losses import Loss
@@ -82,7 +83,7 @@ def pipeline_value_and_grad(
             table = make_schedule(table, mesh.shape[STAGE], num_microbatches, num_chunks)
         checks.check_schedule_fits(table, mesh, num_microbatches, num_chunks)
         placed = Placed(stages, mesh, stored, state, inputs, key, moves=True)
-        checks.check_loss(loss, placed.outputs, targets, has_aux=has_aux)
+        check_loss(loss, placed.outputs, targets, has_aux=has_aux)
         leaves = jax.tree.leaves((placed.variables, inputs, targets))
         shapes = tuple((a.shape, str(a.dtype)) for a in leaves)
         warn_if_compiled_again(stages, loss, table.name, mesh, shapes)

@@ -7,6 +7,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jpipe.pipeline import checks
+from jpipe.pipeline.check_model import check_stages
 from jpipe.pipeline.layout import (
     batch_spec,
     gather_params,
@@ -57,7 +58,7 @@ class Placed:
         params = stages.tied(checks.as_params(params))
         state = checks.as_state(stages, params, state, key)
         checks.check_params(params, state, mesh)
-        found = checks.check_stages(stages, params, state, inputs, key, mesh)
+        found = check_stages(stages, params, state, inputs, key, mesh)
         self.outputs = found.outputs
         partition = stages.tied_partition
         self.manual = manual_axes(mesh, found.updates, key, partition)

@@ -95,16 +95,19 @@ def table_rows(schedule: Schedule, inbox: Inbox, axis: str) -> tuple[list[Beat],
         mine = jax.lax.dynamic_index_in_dim(jnp.asarray(cells), stage, 1, keepdims=False)
         return mine.reshape(-1, period)
 
+    slot, weight_slot = assign_slots(schedule).slot, assign_weight_slots(schedule).slot
+    route_of_stage = np.broadcast_to(route[:, None], schedule.op.shape)
+
     def row(ahead: int) -> Row:
         return Row(
             op=column(schedule.op, ahead),
             microbatch=column(schedule.microbatch, ahead),
             chunk=column(schedule.chunk, ahead),
-            slot=column(assign_slots(schedule).slot, ahead),
-            weight_slot=column(assign_weight_slots(schedule).slot, ahead),
+            slot=column(slot, ahead),
+            weight_slot=column(weight_slot, ahead),
             read=column(inbox.read, ahead),
             write=tuple(column(lane, ahead) for lane in written),
-            route=column(np.broadcast_to(route[:, None], schedule.op.shape), ahead),
+            route=column(route_of_stage, ahead),
         )
 
     return beats, Rows(row(0), row(1))

@@ -174,5 +174,10 @@ def shapes_of(tree: Tree) -> Tree:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), _dtype(a)), tree)
 
 
+def describe(tree: Tree) -> str:
+    """Shapes and dtypes of a pytree in one line."""
+    return str(jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", tree))
+
+
 def _dtype(leaf: Any) -> Any:
     return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)

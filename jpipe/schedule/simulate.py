@@ -131,14 +131,14 @@ def simulate_schedule(schedule: Schedule, costs: CostModel) -> Simulation:
 
     begin, finish, leave = (np.zeros(schedule.op.shape) for _ in range(3))
     now, pending = np.zeros(num_stages), np.zeros(num_stages)
+    known = schedule.period is not None
     for t in range(schedule.num_ticks):
         begin[t], finish[t] = now, now + work[t]
         now = np.maximum(finish[t], pending)
         if schedule.hop == 1:
             done = _exchange(now, meets[schedule.route[t]], costs.link, now)
             beside = schedule.op[t + 1 : t + 2] == Op.WEIGHT
-            known = len(beside) and schedule.period is not None
-            hides = beside[0] if known else np.zeros(num_stages, np.bool_)
+            hides = beside[0] if known and len(beside) else np.zeros(num_stages, np.bool_)
             now, pending = np.where(hides, now, done), np.where(hides, done, 0.0)
         elif t > 0:
             now = _exchange(begin[t], meets[schedule.route[t - 1]], costs.link, now)

@@ -246,6 +246,7 @@ def from_ticks(
     *,
     forward_tick: Callable[[int, int], int] | None,
     backward_tick: Callable[[int, int], int] | None,
+    weight_tick: Callable[[int, int], int] | None = None,
     hop: int,
     routes: tuple[Route, ...],
     route_of_tick: Callable[[int], int],
@@ -259,18 +260,19 @@ def from_ticks(
         num_microbatches: M, at least 1.
         forward_tick: `(microbatch, virtual stage) -> tick` of F; None for a table without F.
         backward_tick: the same for B; None for a table without B.
+        weight_tick: the same for W; None where the backward is not split.
         hop: least ticks between making a tensor and the neighbour's use of it.
         routes: the different exchanges.
         route_of_tick: which of them carries what a tick made.
         num_chunks: model chunks per stage.
 
     Raises:
-        ValueError: if a number is below 1, or if two operations fall
-            into one cell.
+        ValueError: if a number is below 1, or if two operations fall into one cell.
     """
     check_counts(num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
     cells: dict[tuple[int, int], Cell] = {}
-    for op, tick in ((Op.FORWARD, forward_tick), (Op.BACKWARD, backward_tick)):
+    ticks = {Op.FORWARD: forward_tick, Op.BACKWARD: backward_tick, Op.WEIGHT: weight_tick}
+    for op, tick in ticks.items():
         if tick is None:
             continue
         for i in range(num_microbatches):

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 import jpipe
 from jpipe.mesh import DATA, MODEL, STAGE, make_mesh, parse_mesh
 from jpipe.pipeline import Params, param_shardings
+from jpipe.pipeline.checks import check_trains
 from jpipe.processes import is_main, own_rows
 from jpipe.schedule import Schedule, check_schedule
 from jpipe.schedule.registry import load_schedule
@@ -127,11 +128,10 @@ def _schedule(options: TrainOptions, num_stages: int) -> Schedule:
     try:
         schedule = load_schedule(options.schedule, num_stages, options.microbatches, options.chunks)
         check_schedule(schedule)
+        check_trains(schedule)
     except ValueError as error:
         chunks = "" if options.chunks is None else f" --chunks {options.chunks}"
         raise ValueError(f"--schedule {options.schedule}{chunks}: {error}") from error
-    if not schedule.trains:
-        raise ValueError(f"--schedule {options.schedule} has no backwards; give a training table")
     return schedule
 
 

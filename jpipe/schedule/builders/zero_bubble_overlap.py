@@ -5,7 +5,7 @@ Bubble Pipeline Parallelism", 2023 (arXiv 2401.10241). Its bubble is at most (P 
 those of `1f1b` and `zero-bubble`, and it keeps as much as `1f1b-overlap`.
 """
 
-from jpipe.schedule.table import Cell, Op, Schedule, chain, check_counts, from_cells
+from jpipe.schedule.table import Schedule, chain, from_ticks
 
 
 def zero_bubble_overlap_schedule(num_stages: int, num_microbatches: int) -> Schedule:
@@ -23,19 +23,14 @@ def zero_bubble_overlap_schedule(num_stages: int, num_microbatches: int) -> Sche
     Raises:
         ValueError: if an argument is below 1.
     """
-    check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
     turn = 2 * (num_stages - 1)
-    cells: dict[tuple[int, int], Cell] = {}
-    for i in range(num_microbatches):
-        for s in range(num_stages):
-            cells[3 * (s + i), s] = Op.FORWARD, i, 0
-            cells[3 * (turn - s + i) + 1, s] = Op.BACKWARD, i, 0
-            cells[3 * (turn + i) + 2, s] = Op.WEIGHT, i, 0
-    return from_cells(
+    return from_ticks(
         "zero-bubble-overlap",
         num_stages,
         num_microbatches,
-        cells,
+        forward_tick=lambda i, s: 3 * (s + i),
+        backward_tick=lambda j, s: 3 * (turn - s + j) + 1,
+        weight_tick=lambda j, s: 3 * (turn + j) + 2,
         hop=2,
         routes=(chain(num_stages, up=True), chain(num_stages, up=False), ()),
         route_of_tick=lambda t: t % 3,
