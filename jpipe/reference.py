@@ -25,10 +25,10 @@ def reference_value_and_grad(
         has_aux: whether to return `LossTerms.aux` as well.
 
     Returns:
-        A jitted `(params, inputs, targets, state=None, key=None) -> (loss, gradients)`, with the
-        new state as a third result if `state` is given; inputs and targets are pytrees of
-        `[M, microbatch, ...]` arrays, the loss is the mean over microbatches in float32, the
-        gradients are at least float32.
+        A jitted `(params, inputs, targets, state=None, key=None, loss_scale=None)
+        -> (loss, gradients)`, with the new state as a third result if `state` is given; inputs and
+        targets are pytrees of `[M, microbatch, ...]` arrays, the loss is the mean over microbatches
+        in float32, the gradients, times the loss scale, are at least float32.
     """
     parts = stages.parts
 
@@ -38,6 +38,7 @@ def reference_value_and_grad(
         targets: Tree,
         state: Params | None = None,
         key: jax.Array | None = None,
+        loss_scale: jax.Array | None = None,
     ) -> tuple[Any, ...]:
         num_microbatches = jax.tree.leaves(inputs)[0].shape[0]
         stored, params = params, stages.tied(params)
@@ -58,7 +59,8 @@ def reference_value_and_grad(
             value, pullback, (new, state) = jax.vjp(
                 lambda p: microbatch_loss(p, state, *batch), params, has_aux=True
             )
-            (dparams,) = pullback(jnp.full_like(value, 1 / num_microbatches))
+            seed = jnp.full_like(value, 1 / num_microbatches)
+            (dparams,) = pullback(seed if loss_scale is None else seed * loss_scale)
             grads = jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, dparams)
             return (add_terms(terms, new), grads, state), None
 

@@ -9,7 +9,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe.mesh import has_explicit_axes
+from jpipe.mesh import DATA, has_explicit_axes
+from jpipe.optim.all_reduce import wants_gradient_of_each_replica
+from jpipe.optim.loss_scale import keep_if, loss_scale_state
+from jpipe.optim.per_device import place_per_device
 from jpipe.pipeline import (
     Loss,
     Params,
@@ -28,7 +31,7 @@ class TrainState(NamedTuple):
     """What a step changes.
 
     Attributes:
-        step: int32 scalar, optimizer updates made so far.
+        step: int32 scalar, steps made so far, those that a loss scale skipped included.
         params: the parameters.
         opt_state: the optimizer's state, made for parameters of at least float32.
         model_state: what else the model has, such as running statistics; None if nothing.
@@ -47,17 +50,23 @@ Init = Callable[[], Params | tuple[Params, Params]]
 
 
 class Metrics(NamedTuple):
-    """What a step reports; loss and norm are float32 scalars.
+    """What a step reports; loss, norm and scale are float32 scalars.
 
     Attributes:
         loss: mean loss of the batch, before the update.
-        grad_norm: global norm of the gradients, before the optimizer clips them.
+        grad_norm: global norm of the gradients, before the optimizer clips them; if it takes their
+            mean over the replicas by itself, the root mean square of the norms of the replicas.
         aux: what else the loss reports, see `jpipe.pipeline.LossTerms`.
+        loss_scale: what the loss was multiplied by for the backward; loss and norm are not.
+        skipped: boolean scalar, whether the gradients were not finite and `dynamic_loss_scale` left
+            parameters, optimizer and the model's state as they were.
     """
 
     loss: jax.Array
     grad_norm: jax.Array
-    aux: Tree = ()
+    aux: Tree
+    loss_scale: jax.Array
+    skipped: jax.Array
 
 
 def state_shardings(
@@ -97,6 +106,7 @@ def state_shardings(
         transform_non_params=lambda _: everywhere,
         is_leaf=lambda node: isinstance(node, optax.MaskedNode | list),
     )
+    opt_state = place_per_device(mesh, state.opt_state, opt_state)
     of_state = state.model_state and param_shardings(mesh, state.model_state)
     of_key = None if state.key is None else everywhere
     shardings: Any = (everywhere, of_params, opt_state, of_state, of_key)
@@ -189,7 +199,9 @@ def make_train_step(
     """A training step by a pipeline.
 
     The optimizer sees the gradients of all stages at once, each once: a norm over all of them is
-    the norm of the whole model's gradient, whatever the mesh.
+    the norm of the whole model's gradient, whatever the mesh. If it begins with
+    `jpipe.optim.compressed_all_reduce` or is `onebit_adam`, it sees those of each replica, see
+    `per_replica` of `pipeline_value_and_grad`. If it is a `dynamic_loss_scale`, the loss is scaled.
 
     Args:
         stages: the model.
@@ -207,10 +219,16 @@ def make_train_step(
     Raises:
         ValueError: as `pipeline_value_and_grad`.
     """
-    value_and_grad = pipeline_value_and_grad(stages, loss, mesh, schedule, has_aux=True)
+    value_and_grad, value_and_grads = (
+        pipeline_value_and_grad(stages, loss, mesh, schedule, has_aux=True, per_replica=each)
+        for each in (False, True)
+    )
 
     def train_step(state: TrainState, inputs: Tree, targets: Tree) -> tuple[TrainState, Metrics]:
-        new, metrics = _update(value_and_grad, optimizer, state, inputs, targets)
+        apart = wants_gradient_of_each_replica(state.opt_state)
+        function = value_and_grads if apart else value_and_grad
+        replicas = mesh.shape.get(DATA, 1) if apart else 1
+        new, metrics = _update(function, optimizer, state, inputs, targets, replicas)
         return _lay_out(new, optimizer, mesh, stages.partition), metrics
 
     batch = batch_sharding(mesh)
@@ -235,13 +253,23 @@ def _update(
     state: TrainState,
     inputs: Tree,
     targets: Tree,
+    replicas: int = 1,
 ) -> tuple[TrainState, Metrics]:
+    scaling = loss_scale_state(state.opt_state)
+    scale = None if scaling is None else scaling.scale
     key = None if state.key is None else jax.random.fold_in(state.key, state.step)
     (value, aux), grads, *rest = value_and_grad(
-        state.params, inputs, targets, state.model_state, key
+        state.params, inputs, targets, state.model_state, key, scale
     )
+    norm = optax.tree.norm(grads) / replicas**0.5
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     model_state = rest[0] if rest else None
+    after = loss_scale_state(opt_state)
+    if scale is None or after is None:
+        scale, skipped = jnp.float32(1), jnp.bool_(False)
+    else:
+        skipped = after.skipped_in_a_row > 0
+        model_state = keep_if(~skipped, model_state, state.model_state)
     new = TrainState(state.step + 1, params, opt_state, model_state, state.key)
-    return new, Metrics(value, optax.tree.norm(grads), aux)
+    return new, Metrics(value, norm / scale, aux, scale, skipped)

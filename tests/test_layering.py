@@ -20,6 +20,7 @@ FLOOR = {
     "jpipe.processes": 0,
     "jpipe.schedule": 0,
     "jpipe.targets": 0,
+    "jpipe.optim": 1,
     "jpipe.pipeline": 1,
     "jpipe.reference": 1,
     "jpipe.adapters": 2,

@@ -3,7 +3,7 @@
 from jpipe.pipeline.blocks import Recompute, repeat_block
 from jpipe.pipeline.evaluate import pipeline_evaluate, pipeline_predict
 from jpipe.pipeline.gradients import pipeline_value_and_grad
-from jpipe.pipeline.layout import batch_sharding, fsdp, param_shardings
+from jpipe.pipeline.layout import batch_sharding, fsdp, param_shardings, param_specs
 from jpipe.pipeline.losses import Loss, LossTerms
 from jpipe.pipeline.per_stage import Chunks, PerStage
 from jpipe.pipeline.stages import Params, Stages
@@ -19,6 +19,7 @@ __all__ = [
     "batch_sharding",
     "fsdp",
     "param_shardings",
+    "param_specs",
     "pipeline_evaluate",
     "pipeline_predict",
     "pipeline_value_and_grad",

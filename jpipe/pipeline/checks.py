@@ -46,6 +46,23 @@ def check_divided(mesh: Mesh, manual: frozenset[str]) -> None:
         )
 
 
+def check_replicas(divided: bool) -> None:
+    """Refuse gradients of each replica where no replica has all parameters.
+
+    Args:
+        divided: whether parameters lie over `data`.
+
+    Raises:
+        ValueError: if they do.
+    """
+    if divided:
+        raise ValueError(
+            f"the model's partition lays parameters over {DATA!r} (FSDP), where gradients are "
+            "summed as they are made; gradients of each replica (per_replica=True, compression) "
+            f"need a partition without {DATA!r}"
+        )
+
+
 def check_trains(schedule: Schedule) -> None:
     """Refuse a table that is right, but that the training executor cannot run.
 

@@ -68,6 +68,8 @@ class Executor:
         own: this stage's variables, see `layout.gather_params`.
         body_shapes: shapes and dtypes of the body's variables, see `program.body_program`.
         key: the step's random key, or None.
+        loss_scale: float32 scalar by which all gradients are multiplied, from the loss on; None for
+            1.
         inputs: pytree of `[M, microbatch, ...]` arrays.
         targets: pytree of `[M, microbatch, ...]` arrays.
     """
@@ -79,6 +81,7 @@ class Executor:
     own: Variables
     body_shapes: Variables
     key: jax.Array | None
+    loss_scale: jax.Array | None
     inputs: Tree
     targets: Tree
 
@@ -87,9 +90,9 @@ class Executor:
 
         Returns:
             The sums over the microbatches of their loss terms, on the last stage (0 on others),
-            the gradients of the total divided by M: of `body` for this stage's blocks, of `stem`
-            and `head` where this stage runs them and else 0; and the moving state, up to date in
-            the same places and elsewhere as it was.
+            the gradients of the total times `loss_scale / M`: of `body` for this stage's blocks, of
+            `stem` and `head` where this stage runs them and else 0; and the moving state, up to
+            date in the same places and elsewhere as it was.
         """
         beats, rows = table_rows(self.schedule, self._inbox, self.axis)
 
@@ -245,7 +248,8 @@ class Executor:
 
             y = stash.read(tops, row.slot)
             value, pullback, (new, updates) = jax.vjp(total, params.head, y, has_aux=True)
-            dparams, dy = pullback(jnp.full_like(value, 1 / self.schedule.num_microbatches))
+            seed = jnp.full_like(value, 1 / self.schedule.num_microbatches)
+            dparams, dy = pullback(seed if self.loss_scale is None else seed * self.loss_scale)
             return dy, _add(sums, dparams), updates, add_terms(terms, new)
 
         def body_backward(c: int, dy: Tree, sums: Tree) -> tuple[Tree, Tree]:

@@ -139,6 +139,11 @@ def _on(mesh: Mesh) -> Any:
     return keep
 
 
+def lies_over(axis: str, partition: Params | None) -> bool:
+    """Whether any parameter lies over a mesh axis."""
+    return any(axis in _axes(entry) for spec in jax.tree.leaves(partition) for entry in spec)
+
+
 def _axes(entry: Any) -> tuple[Any, ...]:
     """The mesh axes in one entry of a partition spec."""
     if entry is None:
@@ -161,9 +166,16 @@ def manual_axes(mesh: Mesh, moving: Tree, key: Any, partition: Params | None) ->
         key: the step's random key, or None.
         partition: how parameters lie over axes but `stage`; if over `data`, XLA divides that, too.
     """
-    divided = any(DATA in _axes(entry) for spec in jax.tree.leaves(partition) for entry in spec)
-    whole = divided or key is not None or bool(jax.tree.leaves(moving))
-    axes = {STAGE} if whole else {STAGE, DATA}
+    whole = lies_over(DATA, partition) or key is not None or bool(jax.tree.leaves(moving))
+    return _axes_or_single(mesh, {STAGE} if whole else {STAGE, DATA})
+
+
+def apart_axes(mesh: Mesh) -> frozenset[str]:
+    """The same where replicas along `data` need nothing of each other, whatever the model."""
+    return _axes_or_single(mesh, {STAGE, DATA})
+
+
+def _axes_or_single(mesh: Mesh, axes: set[str]) -> frozenset[str]:
     return frozenset(axis for axis in mesh.axis_names if axis in axes or mesh.shape[axis] == 1)
 
 
@@ -222,19 +234,28 @@ def gather_params(params: Params, specs: Params) -> Params:
     )
 
 
-def reduce_grads(grads: Params, params: Params, specs: Params, manual: frozenset[str]) -> Params:
-    """Sum gradients over the devices, and leave each with its share; the inverse of the gather.
+def share_grads(grads: Params, params: Params, specs: Params) -> Params:
+    """Sum gradients over the stages, and leave each with its share; the inverse of the gather.
 
     Args:
         grads: of the body of this stage, as `gather_params` has it, and of the whole stem and
             head: zeros except on the stage that runs them.
         params: what `param_specs` leaves of the parameters on a device.
         specs: those specs.
-        manual: the mesh axes over which devices run apart.
     """
+    return _share_out(grads, params, specs)
 
-    grads = _share_out(grads, params, specs)
-    return jax.lax.psum(grads, DATA) if DATA in manual else grads
+
+def mean_state(state: Params, axis: str) -> Params:
+    """The mean of state over replicas, in at least float32; what is no fraction is the largest."""
+
+    def mean(a: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(a.dtype, jnp.inexact):
+            return jax.lax.pmax(a, axis)
+        return jax.lax.pmean(a.astype(_summable(a.dtype)), axis).astype(a.dtype)
+
+    mean_of_all: Params = jax.tree.map(mean, state)
+    return mean_of_all
 
 
 def share_state(state: Params, stored: Params, specs: Params) -> Params:

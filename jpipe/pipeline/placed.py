@@ -6,12 +6,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from jpipe.mesh import DATA
 from jpipe.pipeline import checks
 from jpipe.pipeline.check_model import check_stages
 from jpipe.pipeline.layout import (
+    apart_axes,
     batch_spec,
     gather_params,
     lay_out,
+    lies_over,
     manual_axes,
     only,
     only_axes,
@@ -32,6 +35,7 @@ class Placed:
         inputs: pytree of `[M, microbatch, ...]` arrays.
         key: a random key, or None.
         moves: whether the state is updated, or only read.
+        per_replica: whether replicas along `data` run apart, whatever the model.
 
     Attributes:
         outputs: shapes and dtypes of the head's outputs for one microbatch.
@@ -54,6 +58,7 @@ class Placed:
         key: jax.Array | None,
         *,
         moves: bool,
+        per_replica: bool = False,
     ) -> None:
         params = stages.tied(checks.as_params(params))
         state = checks.as_state(stages, params, state, key)
@@ -61,7 +66,11 @@ class Placed:
         found = check_stages(stages, params, state, inputs, key, mesh)
         self.outputs = found.outputs
         partition = stages.tied_partition
-        self.manual = manual_axes(mesh, found.updates, key, partition)
+        if per_replica:
+            checks.check_replicas(lies_over(DATA, partition))
+            self.manual = apart_axes(mesh)
+        else:
+            self.manual = manual_axes(mesh, found.updates, key, partition)
         checks.check_divided(mesh, self.manual)
         updates = found.updates if moves else jax.tree.map(lambda _: None, state)
         moving, constant = cut_state(state, updates)
@@ -80,8 +89,23 @@ class Placed:
         """One device's share of the variables, made ready for the stage it runs."""
         return Variables(*map(gather_params, variables, self.specs))
 
-    def run(self, on_stage: Callable[..., Any], out_specs: Any, *batch: Tree) -> Any:
-        """Call a function of variables, key, inputs and the rest of the batch on every device."""
+    @property
+    def replica_specs(self) -> Params:
+        """How `[replicas, ...]` gradients of the parameters lie on the mesh."""
+        axis = DATA if DATA in self._mesh.axis_names else None
+        return jax.tree.map(lambda spec: PartitionSpec(axis, *spec), self.specs.params)
+
+    def run(
+        self, on_stage: Callable[..., Any], out_specs: Any, *batch: Tree, scalars: Tree = ()
+    ) -> Any:
+        """Call a function on every device.
+
+        Args:
+            on_stage: takes variables, key, inputs, the rest of the batch, and the scalars.
+            out_specs: how what it returns lies on the mesh.
+            *batch: pytrees of `[M, microbatch, ...]` arrays.
+            scalars: what is the same on every device.
+        """
         batch_of_device = only(self.manual, batch_spec(self._mesh))
         _, *batch_laid_out = lay_out(self._mesh, (), (), *batch)
         return jax.shard_map(
@@ -91,8 +115,9 @@ class Placed:
                 only_axes(self.manual, self.specs),
                 PartitionSpec(),
                 *[batch_of_device] * (1 + len(batch)),
+                *[PartitionSpec()] * len(scalars),
             ),
             out_specs=only_axes(self.manual, out_specs),
             axis_names=self.manual,
             check_vma=False,
-        )(self.variables, self._key, self._inputs, *batch_laid_out)
+        )(self.variables, self._key, self._inputs, *batch_laid_out, *scalars)
