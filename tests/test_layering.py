@@ -17,6 +17,7 @@ FLOOR = {
     "jpipe.files": 0,
     "jpipe.memory": 0,
     "jpipe.mesh": 0,
+    "jpipe.precision": 0,
     "jpipe.processes": 0,
     "jpipe.schedule": 0,
     "jpipe.targets": 0,

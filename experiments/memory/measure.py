@@ -32,6 +32,7 @@ from jpipe.memory import Memory, format_bytes, memory_of
 from jpipe.mesh import make_mesh
 from jpipe.models import GPT, GPTConfig, next_token_loss
 from jpipe.pipeline import batch_sharding
+from jpipe.precision import Policy
 from jpipe.targets import TARGETS, topology
 from jpipe.train_step import (
     TrainState,
@@ -136,7 +137,7 @@ def main() -> None:
         layers=options.layers,
         width=options.width,
         heads=options.heads,
-        dtype="bfloat16",
+        policy=Policy(compute="bfloat16", output="bfloat16", norm="bfloat16", softmax="bfloat16"),
     )
     devices = topology(options.target)
     shapes = jax.eval_shape(

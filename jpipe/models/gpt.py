@@ -11,10 +11,13 @@ Over a mesh axis `model` heads and the inner features of an MLP are divided (Sho
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from jpipe.precision import POLICIES, Policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +32,7 @@ class GPTConfig:
         heads: H, attention heads; must divide `width`.
         tied: whether the head projects by the matrix of the token embedding (Press and Wolf, 2017,
             arXiv 1608.05859).
-        dtype: what activations are computed in; parameters are float32.
+        policy: what is computed in which dtype.
     """
 
     vocab_size: int = 256
@@ -38,7 +41,7 @@ class GPTConfig:
     width: int = 128
     heads: int = 4
     tied: bool = False
-    dtype: str = "float32"
+    policy: Policy = POLICIES["fp32"]
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context", "layers", "width", "heads"):
@@ -58,10 +61,10 @@ class Embedding(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.normal(0.02)
         self.token = nnx.Embed(
-            config.vocab_size, config.width, embedding_init=init, dtype=config.dtype, rngs=rngs
+            config.vocab_size, config.width, embedding_init=init, **_dtypes(config), rngs=rngs
         )
         self.position = nnx.Embed(
-            config.context, config.width, embedding_init=init, dtype=config.dtype, rngs=rngs
+            config.context, config.width, embedding_init=init, **_dtypes(config), rngs=rngs
         )
 
     def __call__(self, tokens_BS: jax.Array) -> jax.Array:
@@ -76,11 +79,12 @@ class CausalAttention(nnx.Module):
         width = config.width
         init = nnx.initializers.normal(0.02)
         self.heads = config.heads
+        self.softmax_dtype = config.policy.softmax
         self.qkv = nnx.Linear(
-            width, 3 * width, kernel_init=_columns(init), dtype=config.dtype, rngs=rngs
+            width, 3 * width, kernel_init=_columns(init), **_dtypes(config), rngs=rngs
         )
         self.out = nnx.Linear(
-            width, width, kernel_init=_rows(_residual_init(config)), dtype=config.dtype, rngs=rngs
+            width, width, kernel_init=_rows(_residual_init(config)), **_dtypes(config), rngs=rngs
         )
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
@@ -88,10 +92,14 @@ class CausalAttention(nnx.Module):
         B, S, D = x_BSD.shape
         qkv_TE = self.qkv(x_BSD.reshape(B * S, D))
         q_BHSK, k_BHSK, v_BHSK = qkv_TE.reshape(B, S, 3, self.heads, -1).transpose(2, 0, 3, 1, 4)
-        scores_BHSS = jnp.einsum("bhqk,bhsk->bhqs", q_BHSK, k_BHSK) * (D // self.heads) ** -0.5
+        scores_BHSS = jnp.einsum(
+            "bhqk,bhsk->bhqs", q_BHSK, k_BHSK, preferred_element_type=self.softmax_dtype
+        )
+        scores_BHSS *= (D // self.heads) ** -0.5
         causal_SS = jnp.tril(jnp.ones((S, S), bool))
         scores_BHSS = jnp.where(causal_SS, scores_BHSS, jnp.finfo(scores_BHSS.dtype).min)
-        mixed_BHSK = jnp.einsum("bhqs,bhsk->bhqk", jax.nn.softmax(scores_BHSS), v_BHSK)
+        shares_BHSS = jax.nn.softmax(scores_BHSS).astype(v_BHSK.dtype)
+        mixed_BHSK = jnp.einsum("bhqs,bhsk->bhqk", shares_BHSS, v_BHSK)
         return self.out(mixed_BHSK.transpose(0, 2, 1, 3).reshape(B * S, D)).reshape(B, S, D)
 
 
@@ -102,13 +110,13 @@ class MLP(nnx.Module):
         width = config.width
         init = nnx.initializers.normal(0.02)
         self.up = nnx.Linear(
-            width, 4 * width, kernel_init=_columns(init), dtype=config.dtype, rngs=rngs
+            width, 4 * width, kernel_init=_columns(init), **_dtypes(config), rngs=rngs
         )
         self.down = nnx.Linear(
             4 * width,
             width,
             kernel_init=_rows(_residual_init(config)),
-            dtype=config.dtype,
+            **_dtypes(config),
             rngs=rngs,
         )
 
@@ -122,22 +130,23 @@ class Block(nnx.Module):
     """Attention and MLP, each behind a norm and beside a residual connection."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
-        self.attention_norm = nnx.LayerNorm(config.width, dtype=config.dtype, rngs=rngs)
+        self.attention_norm = _norm(config, rngs=rngs)
         self.attention = CausalAttention(config, rngs=rngs)
-        self.mlp_norm = nnx.LayerNorm(config.width, dtype=config.dtype, rngs=rngs)
+        self.mlp_norm = _norm(config, rngs=rngs)
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Transform float `[B, S, D]`."""
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
-        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD).astype(x_BSD.dtype))
+        return x_BSD + self.mlp(self.mlp_norm(x_BSD).astype(x_BSD.dtype))
 
 
 class Head(nnx.Module):
     """Final norm and projection to the vocabulary, by the embedding's own matrix if tied."""
 
     def __init__(self, config: GPTConfig, token: nnx.Embed, *, rngs: nnx.Rngs) -> None:
-        self.norm = nnx.LayerNorm(config.width, dtype=config.dtype, rngs=rngs)
+        self.norm = _norm(config, rngs=rngs)
+        self.output_dtype = config.policy.output
         if config.tied:
             self.token = token
             return
@@ -146,16 +155,16 @@ class Head(nnx.Module):
             config.vocab_size,
             use_bias=False,
             kernel_init=nnx.initializers.normal(0.02),
-            dtype=config.dtype,
+            **_dtypes(config),
             rngs=rngs,
         )
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Map float `[B, S, D]` to logits `[B, S, V]`."""
         B, S, D = x_BSD.shape
-        x_TD = self.norm(x_BSD).reshape(B * S, D)
+        x_TD = self.norm(x_BSD).astype(x_BSD.dtype).reshape(B * S, D)
         logits_TV = self.token.attend(x_TD) if hasattr(self, "token") else self.project(x_TD)
-        return logits_TV.reshape(B, S, -1)
+        return logits_TV.reshape(B, S, -1).astype(self.output_dtype)
 
 
 class GPT(nnx.Module):
@@ -172,6 +181,16 @@ class GPT(nnx.Module):
         for block in self.blocks:
             x_BSD = block(x_BSD)
         return self.head(x_BSD)
+
+
+def _norm(config: GPTConfig, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    policy = config.policy
+    return nnx.LayerNorm(config.width, dtype=policy.norm, param_dtype=policy.param, rngs=rngs)
+
+
+def _dtypes(config: GPTConfig) -> dict[str, Any]:
+    """Those of a layer that multiplies."""
+    return {"dtype": config.policy.compute, "param_dtype": config.policy.param}
 
 
 def _columns(init: nnx.Initializer) -> nnx.Initializer:

@@ -11,6 +11,8 @@ import dataclasses
 import jax
 from flax import nnx
 
+from jpipe.precision import POLICIES, Policy
+
 DEPTHS = {
     18: ("basic", (2, 2, 2, 2)),
     34: ("basic", (3, 4, 6, 3)),
@@ -30,6 +32,7 @@ class ResNetConfig:
         classes: number of classes.
         channels: of the images.
         width: channels of the first blocks; doubled three times.
+        policy: what is computed in which dtype.
         small_images: whether images are too small (32 pixels and below) to be shrunk to a quarter
             before the first block: a 3x3 convolution instead of 7x7 with stride and pooling.
     """
@@ -39,6 +42,7 @@ class ResNetConfig:
     channels: int = 1
     width: int = 64
     small_images: bool = True
+    policy: Policy = POLICIES["fp32"]
 
     def __post_init__(self) -> None:
         if self.depth not in DEPTHS:
@@ -59,6 +63,7 @@ class NormedConv(nnx.Module):
         stride: int = 1,
         scale: float = 1.0,
         *,
+        policy: Policy,
         rngs: nnx.Rngs,
     ) -> None:
         self.conv = nnx.Conv(
@@ -68,14 +73,23 @@ class NormedConv(nnx.Module):
             strides=stride,
             use_bias=False,
             kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "normal"),
+            dtype=policy.compute,
+            param_dtype=policy.param,
             rngs=rngs,
         )
-        scale_init = nnx.initializers.constant(scale)
-        self.norm = nnx.BatchNorm(after, momentum=0.9, scale_init=scale_init, rngs=rngs)
+        self.norm = nnx.BatchNorm(
+            after,
+            momentum=0.9,
+            scale_init=nnx.initializers.constant(scale),
+            dtype=policy.norm,
+            param_dtype=policy.param,
+            rngs=rngs,
+        )
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         """Map float `[B, H, W, before]` to `[B, H / stride, W / stride, after]`."""
-        return self.norm(self.conv(x_BHWC))
+        y_BHWC = self.conv(x_BHWC)
+        return self.norm(y_BHWC).astype(y_BHWC.dtype)
 
 
 class Stem(nnx.Module):
@@ -84,7 +98,9 @@ class Stem(nnx.Module):
     def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs) -> None:
         self.small = config.small_images
         size, stride = (3, 1) if self.small else (7, 2)
-        self.conv = NormedConv(config.channels, config.width, size, stride, rngs=rngs)
+        self.conv = NormedConv(
+            config.channels, config.width, size, stride, policy=config.policy, rngs=rngs
+        )
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         """Map float images `[B, H, W, channels]` to `[B, H', W', width]`."""
@@ -97,7 +113,16 @@ class Stem(nnx.Module):
 class ResidualBlock(nnx.Module):
     """Convolutions beside a shortcut, which projects where the shape changes."""
 
-    def __init__(self, kind: str, before: int, width: int, stride: int, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        kind: str,
+        before: int,
+        width: int,
+        stride: int,
+        *,
+        policy: Policy,
+        rngs: nnx.Rngs,
+    ) -> None:
         if kind == "basic":
             after, sizes = width, [(before, width, 3, stride), (width, width, 3, 1)]
         else:
@@ -106,10 +131,13 @@ class ResidualBlock(nnx.Module):
         # The last norm starts at zero, and so each block as the identity (Goyal et al., 2017).
         scales = [1.0] * (len(sizes) - 1) + [0.0]
         self.convs = nnx.List(
-            [NormedConv(*size, k, rngs=rngs) for size, k in zip(sizes, scales, strict=True)]
+            [
+                NormedConv(*size, k, policy=policy, rngs=rngs)
+                for size, k in zip(sizes, scales, strict=True)
+            ]
         )
         if stride != 1 or before != after:
-            self.shortcut = NormedConv(before, after, 1, stride, rngs=rngs)
+            self.shortcut = NormedConv(before, after, 1, stride, policy=policy, rngs=rngs)
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         """Transform float `[B, H, W, C]`."""
@@ -123,12 +151,15 @@ class ResidualBlock(nnx.Module):
 class Classifier(nnx.Module):
     """Mean over the pixels, and a linear map to the classes."""
 
-    def __init__(self, features: int, classes: int, *, rngs: nnx.Rngs) -> None:
-        self.project = nnx.Linear(features, classes, rngs=rngs)
+    def __init__(self, features: int, classes: int, *, policy: Policy, rngs: nnx.Rngs) -> None:
+        self.output_dtype = policy.output
+        self.project = nnx.Linear(
+            features, classes, dtype=policy.compute, param_dtype=policy.param, rngs=rngs
+        )
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         """Map float `[B, H, W, C]` to logits `[B, classes]`."""
-        return self.project(x_BHWC.mean((1, 2)))
+        return self.project(x_BHWC.mean((1, 2))).astype(self.output_dtype)
 
 
 class ResNet(nnx.Module):
@@ -142,10 +173,12 @@ class ResNet(nnx.Module):
             width = config.width * 2**group
             for k in range(count):
                 stride = 2 if group and not k else 1
-                blocks.append(ResidualBlock(kind, features, width, stride, rngs=rngs))
+                blocks.append(
+                    ResidualBlock(kind, features, width, stride, policy=config.policy, rngs=rngs)
+                )
                 features = width if kind == "basic" else 4 * width
         self.blocks = nnx.List(blocks)
-        self.head = Classifier(features, config.classes, rngs=rngs)
+        self.head = Classifier(features, config.classes, policy=config.policy, rngs=rngs)
 
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
         """Map float images `[B, H, W, channels]` to logits `[B, classes]`."""

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jpipe.data import Batch, TokenBatches, bigram_loss, load_tokens, validation_windows
 from jpipe.models import GPT, GPTConfig, next_token_loss
 from jpipe.pipeline import Loss, Params
+from jpipe.precision import POLICIES
 from jpipe.train.options import TrainOptions
 from jpipe.train.sample import sample_tokens
 from jpipe.train.task import Task, Yardstick
@@ -43,6 +44,7 @@ class LanguageTask(Task):
             width=options.width,
             heads=options.heads,
             tied=options.tied,
+            policy=POLICIES[options.precision],
         )
         self.batches = TokenBatches(
             self.tokens.train,

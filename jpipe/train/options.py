@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from jpipe.cli import Parser, argument, number, whole_number
+from jpipe.optim import Method
 from jpipe.pipeline import Recompute
+from jpipe.precision import POLICIES
 from jpipe.schedule import SCHEDULES
 from jpipe.schedule.registry import schedule_named
 
@@ -32,6 +34,12 @@ class TrainOptions:
         schedule: name of the pipeline schedule, or a `.csv` file with a table.
         chunks: chunks of the model on each stage; None for 2 of `interleaved`, what a table has, 1
             of others.
+        precision: what is computed in which dtype, see `jpipe.precision.POLICIES`; `fp16` with
+            dynamic loss scaling.
+        compression: how gradients travel over `data`: `none`, a method of
+            `jpipe.optim.compressed_all_reduce`, or `onebit-adam`, where momentum does.
+        freeze_step: steps of `onebit-adam` until momentum travels compressed; None for a fifth of
+            all.
         recompute: what the backward computes again instead of keeping it.
         learning_rate: highest learning rate.
         seed: decides parameters, order of the data and the sample.
@@ -59,6 +67,9 @@ class TrainOptions:
     microbatches: int = 8
     schedule: str = "1f1b"
     chunks: int | None = None
+    precision: str = "fp32"
+    compression: str = "none"
+    freeze_step: int | None = None
     recompute: Recompute = "none"
     learning_rate: float = 2e-3
     seed: int = 0
@@ -74,6 +85,9 @@ class TrainOptions:
 
 RESNETS = {"resnet18": 18, "resnet34": 34, "resnet50": 50, "resnet101": 101, "resnet152": 152}
 """Models that learn images, and their number of layers."""
+
+ONEBIT_ADAM = "onebit-adam"
+"""The compression that is an optimizer of its own."""
 
 _IMAGE_DEFAULTS = {"width": 64, "steps": 100, "batch_size": 64, "eval_every": 20}
 
@@ -134,6 +148,22 @@ def parse_options(argv: Sequence[str] | None = None) -> TrainOptions:
         "chunks of the model on each stage; none for 2 of interleaved, else 1",
         type=positive,
         metavar="V",
+    )
+    add(
+        "--precision",
+        "what activations are computed in; fp16 with dynamic loss scaling",
+        choices=list(POLICIES),
+    )
+    add(
+        "--compression",
+        "how gradients travel over data; with onebit-adam momentum does",
+        choices=[*get_args(Method), ONEBIT_ADAM],
+    )
+    add(
+        "--freeze-step",
+        "steps of onebit-adam until momentum travels compressed; none for a fifth of all",
+        type=positive,
+        metavar="N",
     )
     add(
         "--recompute",

@@ -12,7 +12,9 @@ import jpipe
 from jpipe.adapters import FlaxPipeline
 from jpipe.memory import Memory, format_bytes
 from jpipe.mesh import STAGE, describe_mesh
+from jpipe.precision import POLICIES
 from jpipe.schedule import CostModel, draw_text, simulate_schedule
+from jpipe.train.options import ONEBIT_ADAM, TrainOptions
 from jpipe.train.setup import Setup
 
 
@@ -44,6 +46,7 @@ def print_header(
         f"{setup.microbatch_size}; {items:,} {task.item}s a step, {options.steps} steps",
         "schedule": f"{options.schedule}: bubble {bubble:.1%} of the time, if a backward takes "
         f"two forwards; recompute {options.recompute}",
+        "precision": describe_precision(options),
         "memory": describe_memory(memory, memory_alone),
         "run folder": str(setup.folder.path),
     }
@@ -57,6 +60,20 @@ def print_header(
     picture = draw_text(setup.schedule, width=console.width)
     console.print(picture, no_wrap=True, overflow="crop")
     console.print()
+
+
+def describe_precision(options: TrainOptions) -> str:
+    """What is computed in which dtype, and how gradients travel, in one line."""
+    policy = POLICIES[options.precision]
+    computed = f"activations {policy.compute}, parameters and sums {policy.param}"
+    if policy.compute != policy.norm:
+        computed += f", norms, softmax and loss {policy.norm}"
+    if options.precision == "fp16":
+        computed += ", dynamic loss scale"
+    if options.compression == "none":
+        return computed
+    travels = "momentum" if options.compression == ONEBIT_ADAM else "gradients"
+    return f"{computed}; {travels} over data compressed by {options.compression}"
 
 
 def describe_split(model: FlaxPipeline, num_stages: int) -> str:

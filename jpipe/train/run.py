@@ -12,6 +12,7 @@ from rich.console import Console
 
 from jpipe.cli import FAILED, INTERRUPTED
 from jpipe.memory import Memory, memory_of
+from jpipe.optim import LossScaleError, check_loss_scale, loss_scale_state
 from jpipe.pipeline import batch_sharding, pipeline_evaluate
 from jpipe.processes import is_main, place_batch
 from jpipe.schedule import save_figure
@@ -20,6 +21,7 @@ from jpipe.train.plot import draw_losses
 from jpipe.train.report import describe_loss, describe_phases, make_progress, print_header
 from jpipe.train.setup import Setup
 from jpipe.train_step import (
+    Metrics,
     TrainState,
     abstract_train_state,
     init_train_state,
@@ -54,6 +56,7 @@ class Run:
         self.console = console
         self.losses: dict[int, float] = {}
         self.validation: dict[int, float] = {}
+        self.skipped = 0  # steps that the loss scale skipped
         self.startup: dict[str, float] = {}  # seconds of each phase
         self.yardstick = setup.task.yardstick()
 
@@ -127,7 +130,7 @@ class Run:
 
     def _memory_alone(self, batch: list[jax.ShapeDtypeStruct]) -> Memory | None:
         """Of the same step on one device; not asked for where stages differ: it takes too long."""
-        task, optimizer = self.setup.task, self.setup.optimizer
+        task, optimizer = self.setup.task, self.setup.optimizer_alone
         if task.model.split_points is not None:
             return None
         with self._phase("compiling for one device, to compare memory"):
@@ -149,26 +152,14 @@ class Run:
                     setup.mesh, setup.task.next_step(setup.rows), setup.microbatch_size
                 )
                 state, metrics = programs.step(state, *batch)
-                loss, grad_norm = float(metrics.loss), float(metrics.grad_norm)
+                loss = float(metrics.loss)  # waits for the step
                 seconds = time.perf_counter() - started
                 rate = items / seconds
                 if step == 1:
                     self.startup["the first step"] = seconds
                     made = self.startup["making the state"]
                     self._say(f"the state was made in {made:.1f} s, the first step {seconds:.1f} s")
-                if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                    raise NotFiniteError(
-                        f"step {step}: the loss is {loss}, the gradient norm {grad_norm}; "
-                        f"a lower --learning-rate than {options.learning_rate} may help. "
-                        f"{setup.folder.path} keeps what came before"
-                    )
-                self.losses[step] = loss
-                record = {
-                    "step": step,
-                    "loss": loss,
-                    "grad_norm": grad_norm,
-                    rate_name: rate,
-                }
+                record = {**self._judge(step, state, metrics), rate_name: rate}
                 if options.eval_every and step % options.eval_every == 0 and step < options.steps:
                     try:
                         record["validation_loss"] = self._evaluate(step, state, programs)
@@ -179,10 +170,34 @@ class Run:
                 progress.update(
                     task,
                     completed=step,
-                    status=f"loss {loss:.3f} nats, norm {grad_norm:.2f}, "
+                    status=f"loss {loss:.3f} nats, norm {float(metrics.grad_norm):.2f}, "
                     f"{rate:,.0f} {setup.task.item}s/s",
                 )
         return state
+
+    def _judge(self, step: int, state: TrainState, metrics: Metrics) -> dict[str, Any]:
+        """What metrics.jsonl says of a step, if it was sound or its loss scale skipped it."""
+        loss, grad_norm = float(metrics.loss), float(metrics.grad_norm)
+        keeps = f"{self.setup.folder.path} keeps what came before"
+        scaling = loss_scale_state(state.opt_state)
+        record = {"step": step, "loss": loss, "grad_norm": grad_norm}
+        if scaling is not None:
+            record |= {"loss_scale": float(metrics.loss_scale)}
+        if bool(metrics.skipped):
+            try:
+                check_loss_scale(state.opt_state)
+            except LossScaleError as error:
+                raise NotFiniteError(f"step {step}: {error}. {keeps}") from error
+            self.skipped += 1
+            sound = {name: value for name, value in record.items() if math.isfinite(value)}
+            return {**sound, "skipped": True}
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise NotFiniteError(
+                f"step {step}: the loss is {loss}, the gradient norm {grad_norm}; a lower "
+                f"--learning-rate than {self.setup.options.learning_rate} may help. {keeps}"
+            )
+        self.losses[step] = loss
+        return record
 
     def _evaluate(self, step: int, state: TrainState, programs: Programs) -> float:
         setup = self.setup
@@ -211,7 +226,7 @@ class Run:
     ) -> None:
         """Write everything, then show what the model has learned."""
         setup, folder = self.setup, self.setup.folder
-        last = max(self.losses, default=0)
+        last = int(state.step)
         if interrupt.requested:
             self._say(f"interrupted after step {last}; writing everything")
         final = self._evaluate(last, state, programs)
@@ -227,6 +242,7 @@ class Run:
                 "unit": f"nats per {setup.task.item}",
                 "bytes_per_device": programs.memory.total,
                 "bytes_on_one_device": programs.memory_alone and programs.memory_alone.total,
+                "skipped_steps": self.skipped,
                 "startup_seconds": self.startup,
                 "seconds": time.perf_counter() - started,
             },

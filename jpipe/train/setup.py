@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 import jpipe
 from jpipe.mesh import DATA, MODEL, STAGE, make_mesh, parse_mesh
-from jpipe.pipeline import Params, param_shardings
+from jpipe.pipeline import Params, param_specs
 from jpipe.pipeline.checks import check_trains
 from jpipe.processes import is_main, own_rows
 from jpipe.schedule import Schedule, check_schedule
@@ -21,7 +21,7 @@ from jpipe.targets import compiler_options
 from jpipe.train.devices import Devices, choose_devices
 from jpipe.train.language import LanguageTask
 from jpipe.train.optimizer import make_optimizer
-from jpipe.train.options import RESNETS, TrainOptions
+from jpipe.train.options import ONEBIT_ADAM, RESNETS, TrainOptions
 from jpipe.train.run_folder import RunFolder
 from jpipe.train.task import Task
 from jpipe.train.vision import VisionTask
@@ -40,6 +40,7 @@ class Setup:
         task: model, loss and data.
         schedule: the checked table.
         optimizer: the optimizer.
+        optimizer_alone: the same on one device, where nothing travels.
         folder: where the run writes to.
     """
 
@@ -51,6 +52,7 @@ class Setup:
     task: Task
     schedule: Schedule
     optimizer: optax.GradientTransformation
+    optimizer_alone: optax.GradientTransformation
     folder: RunFolder
 
     @property
@@ -98,12 +100,17 @@ def prepare(options: TrainOptions) -> Setup:
         task = VisionTask(options, microbatch_size)
     else:
         task = LanguageTask(options, microbatch_size)
+    if options.freeze_step is not None and options.compression != ONEBIT_ADAM:
+        raise ValueError(
+            f"--freeze-step {options.freeze_step} is for --compression {ONEBIT_ADAM}, not "
+            f"{options.compression}; leave it out"
+        )
     devices = choose_devices(axes, options)
     mesh = make_mesh(num_stages, axes[DATA], axes[MODEL], devices=devices.devices)
     _check_processes(mesh)
     rows = own_rows(mesh, microbatch_size)
     task.place(mesh, schedule.num_chunks)
-    param_shardings(mesh, _params(task), task.model.stages.partition)  # refuses what cannot lie so
+    specs = param_specs(mesh, _params(task), task.model.stages.partition)  # or refuses
     return Setup(
         options=options,
         devices=devices,
@@ -112,7 +119,8 @@ def prepare(options: TrainOptions) -> Setup:
         rows=rows,
         task=task,
         schedule=schedule,
-        optimizer=make_optimizer(options.learning_rate, options.steps),
+        optimizer=make_optimizer(options, mesh, specs),
+        optimizer_alone=make_optimizer(options),
         folder=RunFolder(options.out, options.model, _config(options, devices), writable=is_main()),
     )
 

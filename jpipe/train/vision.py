@@ -11,6 +11,7 @@ from flax import nnx
 from jpipe.data import ImageBatches, Labelled, load_images
 from jpipe.models import ResNet, ResNetConfig, classification_loss
 from jpipe.pipeline import Loss
+from jpipe.precision import POLICIES
 from jpipe.train.options import RESNETS, TrainOptions
 from jpipe.train.task import Task, Yardstick
 
@@ -44,6 +45,7 @@ class VisionTask(Task):
             channels=shape[-1],
             width=options.width,
             small_images=max(shape[:2]) <= _SMALL,
+            policy=POLICIES[options.precision],
         )
         self.batches = ImageBatches(
             self._data.train, microbatch_size=microbatch_size, seed=options.seed

@@ -1,5 +1,7 @@
 """A ResNet in a pipeline: stages that differ, batch norms, real images."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,10 +25,14 @@ from jpipe.pipeline import (
     pipeline_predict,
     pipeline_value_and_grad,
 )
+from jpipe.precision import Policy
 from jpipe.reference import reference_value_and_grad
 from jpipe.train_step import init_train_state, make_train_step
 
 RESNET = ResNetConfig(depth=18, width=4)
+DOUBLE = dataclasses.replace(
+    RESNET, policy=Policy(compute="float64", output="float64", norm="float64")
+)
 
 
 def resnet(num_stages, config=RESNET, **settings):
@@ -48,7 +54,7 @@ def double(tree):
 
 def plain_resnet(num_microbatches, size):
     """Loss, gradients and statistics of a plain Flax loop over the microbatches."""
-    graph, variables = nnx.split(ResNet(RESNET, rngs=nnx.Rngs(0)))
+    graph, variables = nnx.split(ResNet(DOUBLE, rngs=nnx.Rngs(0)))
     model = nnx.merge(graph, double(variables))
 
     @nnx.jit
@@ -77,9 +83,12 @@ def plain_resnet(num_microbatches, size):
 def test_resnet_on_real_images_has_the_numbers_of_plain_flax(
     schedule, num_stages, num_data, recompute
 ):
-    pipe, mesh = resnet(num_stages, recompute=recompute), make_mesh(num_stages, num_data)
-    run = pipeline_value_and_grad(pipe.stages, classification_loss, mesh, schedule, has_aux=True)
+    mesh = make_mesh(num_stages, num_data)
     with jax.enable_x64(True):
+        pipe = resnet(num_stages, DOUBLE, recompute=recompute)
+        run = pipeline_value_and_grad(
+            pipe.stages, classification_loss, mesh, schedule, has_aux=True
+        )
         params, state = double(pipe.init(nnx.Rngs(0)))
         batch = digits(3, 16, np.float64)
         problem = Problem(pipe.stages, classification_loss, params, *batch)

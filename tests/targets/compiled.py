@@ -16,6 +16,7 @@ from jpipe.adapters import pipeline_from_nnx
 from jpipe.mesh import make_mesh
 from jpipe.models import GPT, GPTConfig, next_token_loss
 from jpipe.pipeline import batch_sharding
+from jpipe.precision import Policy
 from jpipe.schedule import assign_slots, make_schedule
 from jpipe.targets import compiler_options, topology
 from jpipe.train_step import abstract_train_state, make_train_step
@@ -103,7 +104,8 @@ def compiled(
         without: recommended options to leave out.
     """
     stages = STAGES // num_data
-    config = GPTConfig(VOCABULARY, CONTEXT, layers=2 * stages, width=WIDTH, heads=2, dtype=dtype)
+    policy = Policy(compute=dtype, output=dtype, norm=dtype, softmax=dtype)
+    config = GPTConfig(VOCABULARY, CONTEXT, layers=2 * stages, width=WIDTH, heads=2, policy=policy)
     model = pipeline_from_nnx(
         lambda rngs: GPT(config, rngs=rngs),
         stem="embedding",

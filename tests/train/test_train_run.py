@@ -245,7 +245,7 @@ def test_option_names_are_frozen():
     names = (
         "mesh model layers width heads context data vocab_size steps batch_size microbatches "
         "schedule chunks recompute learning_rate seed eval_every out platform dry_run tied "
-        "distributed coordinator num_processes process_id"
+        "distributed coordinator num_processes process_id precision compression freeze_step"
     )
     assert sorted(vars(TrainOptions())) == sorted(names.split())
     options = parse_options(["--data", "a", "b", "--vocab-size", "7", "--dry-run"])
