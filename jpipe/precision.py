@@ -49,12 +49,13 @@ class Policy:
                 )
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function with all floating-point arguments cast to `compute`, parameters and all.
+        """The function with all floating-point arguments and results cast to `compute`.
 
         What is decorated with `computes_in`, the function itself or one that it calls, has dtypes
         of its own and keeps them.
         """
-        return function if hasattr(function, _DECLARED) else computes_in(self.compute)(function)
+        declared = hasattr(function, _DECLARED)
+        return function if declared else computes_in(self.compute, self.compute)(function)
 
 
 POLICIES = {
@@ -80,8 +81,8 @@ def computes_in(
 
     Args:
         dtype: what floating-point arguments are cast to, in pytrees, too.
-        result: what floating-point results are cast to; None for the widest of the dtypes of the
-            arguments, or for `dtype` if there are none.
+        result: what floating-point results are cast to; None for the narrowest dtype of the
+            arguments, that of the activations, or for `dtype` if there are none.
 
     Returns:
         A decorator.
@@ -91,7 +92,7 @@ def computes_in(
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             given = [a.dtype for a in jax.tree.leaves((args, kwargs)) if _is_floating(a)]
-            after = result or (functools.reduce(jnp.promote_types, given) if given else dtype)
+            after = result or min(given, key=lambda d: d.itemsize, default=dtype)
             args, kwargs = cast((args, kwargs), dtype)
             return cast(function(*args, **kwargs), after)
 

@@ -63,6 +63,13 @@ CASES = {
         ["--batch-size", "10", "--microbatches", "4"],
         ["--batch-size 10", "4 x 1", "8 or 12"],
     ),
+    "precision": (["--precision", "fp8"], ["--precision", "fp8", "bf16"]),
+    "compression": (["--compression", "zip"], ["--compression", "zip", "onebit-adam"]),
+    "freeze step of nothing": (
+        ["--freeze-step", "5", "--compression", "int8"],
+        ["--freeze-step 5", "onebit-adam", "int8"],
+    ),
+    "no freeze step": (["--freeze-step", "0"], ["--freeze-step", "0"]),
     "batch over data": (
         ["--batch-size", "12", "--microbatches", "4", "--mesh", "2x2"],
         ["--batch-size 12", "4 x 2 = 8", "8 or 16"],
