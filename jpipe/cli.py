@@ -14,6 +14,8 @@ FAILED = 1
 """Exit status after a loss that is not finite, or a file that cannot be written."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
+TERMINATED = 143
+"""Exit status after SIGTERM, as shells have it."""
 
 
 class Parser(argparse.ArgumentParser):

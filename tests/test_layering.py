@@ -15,6 +15,7 @@ FLOOR = {
     "jpipe": 0,
     "jpipe.cli": 0,
     "jpipe.files": 0,
+    "jpipe.integrity": 0,
     "jpipe.memory": 0,
     "jpipe.mesh": 0,
     "jpipe.precision": 0,
@@ -27,6 +28,7 @@ FLOOR = {
     "jpipe.adapters": 2,
     "jpipe.data": 2,
     "jpipe.models": 2,
+    "jpipe.snapshot": 3,
     "jpipe.train_step": 3,
     "jpipe.train": 5,
 }
@@ -34,7 +36,7 @@ FLOOR = {
 # Outside packages that only some rooms may use.
 RESERVED = {
     "flax": {"jpipe.adapters", "jpipe.models", "jpipe.train"},
-    "orbax": set(),
+    "orbax": {"jpipe.snapshot"},
     "grain": {"jpipe.data", "jpipe.train"},
     "argparse": {"jpipe.cli", "jpipe.schedule", "jpipe.train"},
     "matplotlib": {"jpipe.schedule", "jpipe.train"},

@@ -1,18 +1,42 @@
-"""Ctrl-C asks the run to end after the step at hand; a second one ends it at once."""
+"""Signals that ask a run to end: after the step at hand, with everything written.
 
+Ctrl-C does, and SIGTERM, by which schedulers announce that a machine will be taken away. Python
+hears of a signal only between two of its instructions, and a compile is one; but while nothing has
+been computed that is not written, SIGTERM can end the process at once, and a thread sees to that.
+"""
+
+import contextlib
+import os
 import signal
+import socket
 import sys
+import threading
+from collections.abc import Iterator
 from types import FrameType, TracebackType
+
+from jpipe.cli import TERMINATED
 
 
 class Interrupt:
-    """While entered, notes the first interrupt instead of raising it."""
+    """While entered, notes the first signal instead of ending the process.
+
+    Attributes:
+        requested: whether there was one.
+        terminated: whether it was SIGTERM.
+    """
 
     def __init__(self) -> None:
-        self.requested = False
+        self.requested = self.terminated = False
+        self._expendable = False
 
     def __enter__(self) -> "Interrupt":
-        self._before = signal.signal(signal.SIGINT, self._note)
+        self._before = {
+            number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, daemon=True, name="signals").start()
         return self
 
     def __exit__(
@@ -21,9 +45,32 @@ class Interrupt:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        signal.set_wakeup_fd(self._wakeup_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._writer.close()  # the watching thread reads its end
+
+    @contextlib.contextmanager
+    def nothing_to_lose(self) -> Iterator[None]:
+        """While entered, SIGTERM ends the process at once."""
+        self._expendable = True
+        try:
+            yield
+        finally:
+            self._expendable = False
+
+    def _watch(self) -> None:
+        with self._reader:
+            while received := self._reader.recv(1):
+                if received[0] == signal.SIGTERM and self._expendable:
+                    sys.stderr.write("\nended by SIGTERM before there was anything to write\n")
+                    sys.stderr.flush()
+                    os._exit(TERMINATED)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            self.requested = self.terminated = True
+            return
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True

@@ -44,6 +44,13 @@ class TrainOptions:
         learning_rate: highest learning rate.
         seed: decides parameters, order of the data and the sample.
         eval_every: steps between validations; 0 for one at the end only.
+        snapshot_every_steps: steps between snapshots, of which the last is that of the last step; 0
+            for none.
+        keep_snapshots: how many of the newest stay.
+        keep_every: of the others those stay whose step is a multiple of this; None for none.
+        snapshot_errors: whether the run is to `end` or to `go-on` if a snapshot cannot be written.
+        resume: `auto` to go on in a run folder that holds a run, `never`, or the folder of another
+            run or snapshot to go on from.
         out: run folder; None for a new one below `runs/`.
         platform: `auto`, `cpu`, `gpu` or `tpu`.
         dry_run: compile, report and stop.
@@ -74,6 +81,11 @@ class TrainOptions:
     learning_rate: float = 2e-3
     seed: int = 0
     eval_every: int = 100
+    snapshot_every_steps: int = 100
+    keep_snapshots: int = 3
+    keep_every: int | None = None
+    snapshot_errors: str = "end"
+    resume: str = "auto"
     out: str | None = None
     platform: str = "auto"
     dry_run: bool = False
@@ -88,6 +100,16 @@ RESNETS = {"resnet18": 18, "resnet34": 34, "resnet50": 50, "resnet101": 101, "re
 
 ONEBIT_ADAM = "onebit-adam"
 """The compression that is an optimizer of its own."""
+
+FREE = frozenset(
+    """
+    mesh data steps microbatches schedule chunks recompute eval_every snapshot_every_steps
+    keep_snapshots keep_every snapshot_errors resume out platform dry_run distributed coordinator
+    num_processes process_id
+    """.split()
+)
+"""Options in which a run may differ from the one that it goes on with. Of the data it is not the
+name that counts, but what is in it: see `jpipe.data.ShuffledBatches.set_state`."""
 
 _IMAGE_DEFAULTS = {"width": 64, "steps": 100, "batch_size": 64, "eval_every": 20}
 
@@ -177,6 +199,30 @@ def parse_options(argv: Sequence[str] | None = None) -> TrainOptions:
         "steps between validations; 0 for one at the end only",
         type=whole_number(0),
         metavar="N",
+    )
+    add(
+        "--snapshot-every-steps",
+        "steps between snapshots; 0 for none",
+        type=whole_number(0),
+        metavar="N",
+    )
+    add("--keep-snapshots", "how many of the newest stay", type=positive, metavar="N")
+    add(
+        "--keep-every",
+        "of the others keep those whose step is a multiple of this; none for none",
+        type=positive,
+        metavar="N",
+    )
+    add(
+        "--snapshot-errors",
+        "what to do if a snapshot cannot be written",
+        choices=["end", "go-on"],
+    )
+    add(
+        "--resume",
+        "auto: go on with the run in --out; never; or the folder of a run or snapshot to go on "
+        "from",
+        metavar="auto|never|FOLDER",
     )
     add("--out", "run folder; none for a new one below runs/", metavar="FOLDER")
     add("--platform", "devices to use", choices=["auto", "cpu", "gpu", "tpu"])

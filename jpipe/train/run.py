@@ -10,7 +10,7 @@ import jax
 from flax import serialization
 from rich.console import Console
 
-from jpipe.cli import FAILED, INTERRUPTED
+from jpipe.cli import FAILED, INTERRUPTED, TERMINATED
 from jpipe.memory import Memory, memory_of
 from jpipe.optim import LossScaleError, check_loss_scale, loss_scale_state
 from jpipe.pipeline import batch_sharding, pipeline_evaluate
@@ -19,6 +19,7 @@ from jpipe.schedule import save_figure
 from jpipe.train.interrupt import Interrupt
 from jpipe.train.plot import draw_losses
 from jpipe.train.report import describe_loss, describe_phases, make_progress, print_header
+from jpipe.train.run_snapshots import RunSnapshots
 from jpipe.train.setup import Setup
 from jpipe.train_step import (
     Metrics,
@@ -57,6 +58,7 @@ class Run:
         self.losses: dict[int, float] = {}
         self.validation: dict[int, float] = {}
         self.skipped = 0  # steps that the loss scale skipped
+        self.snapshots = RunSnapshots(setup, self._say)
         self.startup: dict[str, float] = {}  # seconds of each phase
         self.yardstick = setup.task.yardstick()
 
@@ -69,29 +71,47 @@ class Run:
         setup, started = self.setup, time.perf_counter()
         if is_main():
             save_figure(setup.schedule, setup.folder.path / "schedule.png")
-        with Interrupt() as interrupt, contextlib.closing(setup.folder):
-            programs = self._compile()
-            print_header(self.console, setup, programs.memory, programs.memory_alone)
-            self._say(f"start-up: {describe_phases(self.startup)}")
-            if setup.options.dry_run:
-                return INTERRUPTED if interrupt.requested else 0
-            with self._phase("making the state"):
-                state = jax.block_until_ready(
-                    init_train_state(
-                        setup.task.init,
-                        setup.optimizer,
-                        setup.mesh,
-                        partition=setup.task.model.stages.partition,
-                    )
-                )
+        with (
+            Interrupt() as interrupt,
+            contextlib.closing(setup.folder),
+            contextlib.closing(self.snapshots),
+        ):
+            with interrupt.nothing_to_lose():
+                programs = self._compile()
+                print_header(self.console, setup, programs.memory, programs.memory_alone)
+                self._say(f"start-up: {describe_phases(self.startup)}")
+                if setup.options.dry_run:
+                    return INTERRUPTED if interrupt.requested else 0
+                with self._phase("making the state"):
+                    state = self._first_state()
             try:
                 state = self._train(state, programs, interrupt)
+                if interrupt.terminated:
+                    return TERMINATED
                 self._finish(state, programs, interrupt, started)
             except NotFiniteError as error:
                 self._draw()
                 self.console.print(f"error: {error}", style="red", soft_wrap=True)
                 return FAILED
         return INTERRUPTED if interrupt.requested else 0
+
+    def _first_state(self) -> TrainState:
+        """A fresh one, or that of the snapshot to go on from."""
+        setup = self.setup
+        state = init_train_state(
+            setup.task.init,
+            setup.optimizer,
+            setup.mesh,
+            partition=setup.task.model.stages.partition,
+        )
+        state = self.snapshots.restore(state)
+        for row in setup.folder.rewind(int(state.step)):
+            self.skipped += row.get("skipped", False)
+            if "loss" in row:
+                self.losses[row["step"]] = row["loss"]
+            if "validation_loss" in row:
+                self.validation[row["step"]] = row["validation_loss"]
+        return jax.block_until_ready(state)
 
     def _compile(self) -> Programs:
         setup, task = self.setup, self.setup.task
@@ -142,11 +162,13 @@ class Run:
         setup, options = self.setup, self.setup.options
         items = options.batch_size * setup.task.items_per_example
         rate_name = f"{'token' if setup.task.item == 'byte' else setup.task.item}s_per_s"
+        first = int(state.step) + 1
         with make_progress(self.console) as progress:
-            task = progress.add_task("", total=options.steps, status="")
-            for step in range(1, options.steps + 1):
+            task = progress.add_task("", total=options.steps, completed=first - 1, status="")
+            for step in range(first, options.steps + 1):
                 if interrupt.requested:
                     break
+                self.snapshots.poll()
                 started = time.perf_counter()
                 batch = place_batch(
                     setup.mesh, setup.task.next_step(setup.rows), setup.microbatch_size
@@ -155,7 +177,7 @@ class Run:
                 loss = float(metrics.loss)  # waits for the step
                 seconds = time.perf_counter() - started
                 rate = items / seconds
-                if step == 1:
+                if step == first:
                     self.startup["the first step"] = seconds
                     made = self.startup["making the state"]
                     self._say(f"the state was made in {made:.1f} s, the first step {seconds:.1f} s")
@@ -167,12 +189,14 @@ class Run:
                         setup.folder.log(record)  # the step itself was sound
                         raise
                 setup.folder.log(record)
+                self.snapshots.after_step(state, step)
                 progress.update(
                     task,
                     completed=step,
                     status=f"loss {loss:.3f} nats, norm {float(metrics.grad_norm):.2f}, "
                     f"{rate:,.0f} {setup.task.item}s/s",
                 )
+        self.snapshots.at_the_end(state)
         return state
 
     def _judge(self, step: int, state: TrainState, metrics: Metrics) -> dict[str, Any]:
@@ -243,6 +267,7 @@ class Run:
                 "bytes_per_device": programs.memory.total,
                 "bytes_on_one_device": programs.memory_alone and programs.memory_alone.total,
                 "skipped_steps": self.skipped,
+                **self.snapshots.summary(),
                 "startup_seconds": self.startup,
                 "seconds": time.perf_counter() - started,
             },

@@ -24,13 +24,20 @@ class RunFolder:
         name: what a new folder's name begins with.
         config: content of config.json, which is written at once.
         writable: False in processes that leave writing to another; they make no folder.
+        goes_on: whether it may hold a run, to go on with.
 
     Raises:
         ValueError: if it cannot be written, or holds the metrics of another run.
     """
 
     def __init__(
-        self, path: str | None, name: str, config: Mapping[str, Any], *, writable: bool = True
+        self,
+        path: str | None,
+        name: str,
+        config: Mapping[str, Any],
+        *,
+        writable: bool = True,
+        goes_on: bool = False,
     ) -> None:
         self._metrics: FileIO | None = None
         self._writable = writable
@@ -44,7 +51,8 @@ class RunFolder:
         )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            if any((self.path / mark).exists() for mark in (_METRICS, _SUMMARY)):
+            marks = (_METRICS, _SUMMARY)
+            if not goes_on and any((self.path / mark).exists() for mark in marks):
                 raise ValueError(
                     f"--out {self.path} already holds a run; choose another folder or remove it"
                 )
@@ -53,6 +61,34 @@ class RunFolder:
             raise ValueError(
                 f"--out {self.path} cannot be written ({error.strerror}); choose a folder that can"
             ) from error
+
+    def rewind(self, step: int) -> list[dict[str, Any]]:
+        """Leave in metrics.jsonl what comes before a snapshot, and begin a new end.
+
+        Args:
+            step: steps made before the snapshot.
+
+        Returns:
+            The lines that stay, a dict for each step; without any that is half-written.
+        """
+        if not self._writable:
+            return []
+        (self.path / _SUMMARY).unlink(missing_ok=True)
+        try:
+            lines = (self.path / _METRICS).read_bytes().splitlines()
+        except FileNotFoundError:
+            return []
+        rows = []
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                break
+            if row["step"] > step:
+                break
+            rows.append(row)
+        self.write(_METRICS, b"".join(_line(row) for row in rows))
+        return rows
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file as a whole: it is there with all its content, or as it was before."""
@@ -68,9 +104,9 @@ class RunFolder:
         if not self._writable:
             return
         if self._metrics is None:
-            self._metrics = (self.path / _METRICS).open("xb", buffering=0)
+            self._metrics = (self.path / _METRICS).open("ab", buffering=0)
         before = self._metrics.tell()
-        line = (json.dumps(metrics, allow_nan=False) + "\n").encode()
+        line = _line(metrics)
         try:
             if self._metrics.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -82,6 +118,10 @@ class RunFolder:
         """Close metrics.jsonl."""
         if self._metrics is not None:
             self._metrics.close()
+
+
+def _line(metrics: Mapping[str, Any]) -> bytes:
+    return (json.dumps(metrics, allow_nan=False) + "\n").encode()
 
 
 def _unused(path: str) -> Path:

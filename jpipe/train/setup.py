@@ -1,9 +1,11 @@
 """From options to everything a run needs. What cannot work is refused here, before any compile."""
 
 import dataclasses
+import json
 import platform
 import warnings
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,11 +19,13 @@ from jpipe.pipeline.checks import check_trains
 from jpipe.processes import is_main, own_rows
 from jpipe.schedule import Schedule, check_schedule
 from jpipe.schedule.registry import load_schedule
+from jpipe.snapshot import Snapshot
 from jpipe.targets import compiler_options
 from jpipe.train.devices import Devices, choose_devices
 from jpipe.train.language import LanguageTask
 from jpipe.train.optimizer import make_optimizer
 from jpipe.train.options import ONEBIT_ADAM, RESNETS, TrainOptions
+from jpipe.train.resume import check_same, find_snapshot
 from jpipe.train.run_folder import RunFolder
 from jpipe.train.task import Task
 from jpipe.train.vision import VisionTask
@@ -42,6 +46,7 @@ class Setup:
         optimizer: the optimizer.
         optimizer_alone: the same on one device, where nothing travels.
         folder: where the run writes to.
+        snapshot: what to go on from; None to begin anew.
     """
 
     options: TrainOptions
@@ -54,6 +59,7 @@ class Setup:
     optimizer: optax.GradientTransformation
     optimizer_alone: optax.GradientTransformation
     folder: RunFolder
+    snapshot: Snapshot | None
 
     @property
     def num_params(self) -> int:
@@ -110,6 +116,11 @@ def prepare(options: TrainOptions) -> Setup:
     _check_processes(mesh)
     rows = own_rows(mesh, microbatch_size)
     task.place(mesh, schedule.num_chunks)
+    snapshot = find_snapshot(options)  # uses JAX, so not before its devices are chosen
+    _check_finished(options, snapshot)
+    if snapshot is not None:
+        _set_cursor(task, snapshot)
+    goes_on = _goes_on(options, snapshot)
     specs = param_specs(mesh, _params(task), task.model.stages.partition)  # or refuses
     return Setup(
         options=options,
@@ -121,8 +132,49 @@ def prepare(options: TrainOptions) -> Setup:
         schedule=schedule,
         optimizer=make_optimizer(options, mesh, specs),
         optimizer_alone=make_optimizer(options),
-        folder=RunFolder(options.out, options.model, _config(options, devices), writable=is_main()),
+        folder=RunFolder(
+            options.out,
+            options.model,
+            _config(options, devices),
+            writable=is_main(),
+            goes_on=goes_on,
+        ),
+        snapshot=snapshot,
     )
+
+
+def _check_finished(options: TrainOptions, snapshot: Snapshot | None) -> None:
+    """Refuse to go on with what has nothing left to do."""
+    if snapshot is not None and snapshot.manifest.step >= options.steps:
+        raise ValueError(
+            f"{snapshot.path} was taken after {snapshot.manifest.step} steps, and --steps is "
+            f"{options.steps}: nothing is left to do; use more --steps, or another --out"
+        )
+
+
+def _goes_on(options: TrainOptions, snapshot: Snapshot | None) -> bool:
+    """Whether the run folder may hold a run: this one, up to a snapshot or before the first."""
+    if options.resume == "never" or options.out is None:
+        return False
+    folder = Path(options.out).expanduser()
+    if snapshot is not None:
+        return folder in snapshot.path.parents
+    try:
+        before = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    if (folder / "summary.json").exists():
+        return False
+    check_same(options, before, str(folder))
+    return True
+
+
+def _set_cursor(task: Task, snapshot: Snapshot) -> None:
+    """Go on in the data where the snapshot was taken."""
+    try:
+        task.batches.set_state(snapshot.manifest.extra["data"])
+    except ValueError as error:
+        raise ValueError(f"{snapshot.path} belongs to other data: {error}") from error
 
 
 def _params(task: Task) -> Params:

@@ -1,0 +1,25 @@
+"""Snapshots of a training state: verified, atomic, written in the background."""
+
+from jpipe.snapshot.leaves import MismatchError, rebuild
+from jpipe.snapshot.manifest import DamageError, Manifest
+from jpipe.snapshot.store import (
+    Snapshot,
+    SnapshotError,
+    SnapshotStore,
+    newest_good,
+    read_snapshot,
+    snapshot_folders,
+)
+
+__all__ = [
+    "DamageError",
+    "Manifest",
+    "MismatchError",
+    "Snapshot",
+    "SnapshotError",
+    "SnapshotStore",
+    "newest_good",
+    "read_snapshot",
+    "rebuild",
+    "snapshot_folders",
+]

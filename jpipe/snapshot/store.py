@@ -1,0 +1,319 @@
+"""Snapshots in a folder: written by Orbax in the background, there as a whole or not at all.
+
+Orbax writes and reads the arrays, but gives back whatever it finds in its files; so every part of
+every array has a checksum in a manifest, which is compared before anything is used.
+"""
+
+import dataclasses
+import os
+import re
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from numpy.typing import NDArray
+
+from jpipe.files import write_atomically
+from jpipe.snapshot.leaves import places, raw
+from jpipe.snapshot.manifest import (
+    FILE,
+    Copies,
+    DamageError,
+    Manifest,
+    checked,
+    copy_shards,
+    merge,
+)
+
+Tree = Any
+
+_NAME = re.compile(r"step-(\d{8,})")
+_WRITING, _DELETED = ".writing-", ".deleted-"
+_STATE = "state"
+_PATIENCE = 600.0  # seconds that processes wait for each other's part of a snapshot
+
+
+class SnapshotError(OSError):
+    """A snapshot could not be written, or none can be read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """A snapshot that was read, and found to be what was written.
+
+    Attributes:
+        path: its folder.
+        manifest: what it holds.
+        arrays: by name, on the host.
+    """
+
+    path: Path
+    manifest: Manifest
+    arrays: Mapping[str, NDArray[Any]]
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """Read a snapshot, and compare it with its checksums.
+
+    Args:
+        path: its folder.
+
+    Raises:
+        DamageError: if anything is missing or differs.
+    """
+    try:
+        manifest = Manifest.from_bytes((path / FILE).read_bytes())
+    except FileNotFoundError as error:
+        raise DamageError("it has no manifest: it is empty, or half-written") from error
+    except OSError as error:
+        raise DamageError(f"its manifest cannot be read: {error.strerror}") from error
+    restore = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in manifest.leaves}
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            arrays = checkpointer.restore(
+                path.absolute() / _STATE, args=ocp.args.PyTreeRestore(restore_args=restore)
+            )
+    except Exception as error:  # whatever a damaged file makes of Orbax
+        raise DamageError(f"its arrays cannot be read: {_first_line(error)}") from error
+    missing = manifest.leaves.keys() - arrays.keys()
+    if missing:
+        raise DamageError(f"it has no {sorted(missing)[0]}")
+    manifest.check(arrays)
+    return Snapshot(path, manifest, arrays)
+
+
+def snapshot_folders(folder: Path) -> list[Path]:
+    """The folders of snapshots in a folder, oldest first; they may be damaged."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
+
+
+def newest_good(folder: Path) -> Snapshot | None:
+    """The newest snapshot that is as it was written; a warning names each that is not.
+
+    Args:
+        folder: where the snapshots are.
+
+    Returns:
+        The snapshot; None if there is none at all.
+
+    Raises:
+        SnapshotError: if there are some, and none is good.
+    """
+    candidates = snapshot_folders(folder)
+    for path in reversed(candidates):
+        try:
+            return read_snapshot(path)
+        except DamageError as error:
+            warnings.warn(f"snapshot {path} is damaged and left out: {error}", stacklevel=2)
+    if candidates:
+        raise SnapshotError(
+            f"none of the {len(candidates)} snapshots in {folder} is good; to begin anew, use "
+            "another folder, or remove them"
+        )
+    return None
+
+
+class SnapshotStore:
+    """Writes snapshots to a folder, one at a time, while training goes on.
+
+    All processes of a run make one, with the same folder, and call its methods alike; the folder
+    must be one that all of them see.
+
+    Args:
+        folder: where the snapshots are.
+        keep_last: how many of the newest stay.
+        keep_every: of the others those stay whose step is a multiple of this; None for none.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+
+    def __init__(self, folder: Path, *, keep_last: int = 3, keep_every: int | None = None) -> None:
+        if keep_last < 1:
+            raise ValueError(f"keep_last={keep_last} must be at least 1")
+        if keep_every is not None and keep_every < 1:
+            raise ValueError(f"keep_every={keep_every} must be at least 1, or None")
+        self.folder, self._keep_last, self._keep_every = folder, keep_last, keep_every
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        if jax.process_index() == 0:
+            for path in folder.glob(".*"):
+                if path.name.startswith((_WRITING, _DELETED)):
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def save(self, state: Tree, step: int, extra: Mapping[str, Any]) -> float:
+        """Begin to write a snapshot. Afterwards the state may be donated.
+
+        Args:
+            state: pytree of arrays.
+            step: steps made before it.
+            extra: what else belongs to it, fit for JSON.
+
+        Returns:
+            Seconds that the caller had to wait.
+
+        Raises:
+            SnapshotError: if this snapshot cannot be begun, or the one before was not finished.
+        """
+        started = time.perf_counter()
+        self.wait()
+        arrays = {
+            place.name: (place, raw(leaf))
+            for place, leaf in zip(places(state), jax.tree.leaves(state), strict=True)
+            if leaf.size
+        }
+        partial = self.folder / f"{_WRITING}{_folder_name(step)}"
+        try:
+            if jax.process_index() == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+            copies = [(place, copy_shards(array)) for place, array in arrays.values()]
+            self._checkpointer.save(
+                partial.absolute() / _STATE,
+                args=ocp.args.PyTreeSave({name: array for name, (_, array) in arrays.items()}),
+            )
+        except Exception as error:
+            self._discard(partial)
+            raise SnapshotError(_failed(step, error)) from error
+        manifest = Manifest(step, {}, extra)
+        self._thread = threading.Thread(
+            target=self._finish, args=(partial, manifest, copies), name=f"snapshot of step {step}"
+        )
+        self._thread.start()
+        return time.perf_counter() - started
+
+    def poll(self) -> None:
+        """Say what went wrong in the background, if anything did; does not wait.
+
+        Raises:
+            SnapshotError: once, if a snapshot could not be written. Those before are still there.
+        """
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def wait(self) -> None:
+        """Wait for the snapshot that is being written.
+
+        Raises:
+            SnapshotError: as `poll`.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.poll()
+
+    def close(self) -> None:
+        """Wait, and let go of what writes.
+
+        Raises:
+            SnapshotError: as `poll`.
+        """
+        try:
+            self.wait()
+        finally:
+            self._checkpointer.close()
+
+    def _finish(self, partial: Path, manifest: Manifest, copies: Copies) -> None:
+        """In the background: checksums, the rest of the arrays, and then the snapshot's name."""
+        try:
+            leaves = {leaf.place.name: leaf for leaf in checked(copies)}
+            copies.clear()
+            own = dataclasses.replace(manifest, leaves=leaves)
+            write_atomically(_part(partial, jax.process_index()), own.to_bytes())
+            self._checkpointer.wait_until_finished()
+            final = self.folder / partial.name.removeprefix(_WRITING)
+            if jax.process_index() == 0:
+                self._commit(partial, final, manifest)
+            else:
+                _wait_for(final)
+        except BaseException as error:  # to be raised where somebody sees it
+            self._discard(partial)
+            self._error = SnapshotError(_failed(manifest.step, error))
+
+    def _commit(self, partial: Path, final: Path, manifest: Manifest) -> None:
+        parts = []
+        for process in range(jax.process_count()):
+            part = _part(partial, process)
+            _wait_for(part)
+            parts.append(Manifest.from_bytes(part.read_bytes()).leaves)
+            part.unlink()
+        whole = dataclasses.replace(manifest, leaves=merge(parts))
+        write_atomically(partial / FILE, whole.to_bytes())
+        _sync(partial)
+        if final.exists():  # of an earlier run to the same step, and perhaps damaged
+            self._remove(final)
+        os.replace(partial, final)
+        _sync_folder(self.folder)
+        self._retire()
+
+    def _retire(self) -> None:
+        """Remove what is not to be kept; each vanishes at once."""
+        for path in snapshot_folders(self.folder)[: -self._keep_last]:
+            step = int(path.name.partition("-")[2])
+            if self._keep_every is None or step % self._keep_every:
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        gone = path.with_name(f"{_DELETED}{path.name}")
+        os.replace(path, gone)
+        shutil.rmtree(gone)
+
+    def _discard(self, partial: Path) -> None:
+        if jax.process_index() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _part(partial: Path, process: int) -> Path:
+    return partial / f"{process}-{FILE}"
+
+
+def _wait_for(path: Path) -> None:
+    """Until another process has made it."""
+    deadline = time.monotonic() + _PATIENCE
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} did not appear within {_PATIENCE:.0f} s")
+        time.sleep(0.01)
+
+
+def _sync(folder: Path) -> None:
+    """Let nothing of a folder wait in the operating system's memory."""
+    for path in _files(folder):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+def _failed(step: int, error: BaseException) -> str:
+    return f"the snapshot of step {step} could not be written: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,85 @@
+"""Where a run begins: at its first step, or where a snapshot was taken."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from jpipe.snapshot import DamageError, Snapshot, SnapshotError, newest_good, read_snapshot
+from jpipe.train.options import FREE, TrainOptions
+
+FOLDER = "snapshots"
+"""Name of the folder of snapshots in a run folder."""
+
+
+def find_snapshot(options: TrainOptions) -> Snapshot | None:
+    """The snapshot to go on from, which has been read and compared with its checksums.
+
+    Args:
+        options: of the run.
+
+    Returns:
+        The snapshot, or None to begin anew.
+
+    Raises:
+        ValueError: if the one that is asked for is not there, or none that is there is good, or
+            it is that of another model.
+    """
+    if options.resume == "never":
+        return None
+    if options.resume == "auto":
+        if options.out is None:
+            return None
+        where = Path(options.out).expanduser()
+    else:
+        where = Path(options.resume).expanduser()
+    try:
+        snapshot = _read(where)
+    except (DamageError, SnapshotError) as error:
+        raise ValueError(f"--resume {options.resume}: {error}") from error
+    if snapshot is None:
+        if options.resume != "auto":
+            raise ValueError(
+                f"--resume {options.resume}: there is no snapshot; give a run folder or a folder "
+                f"of one snapshot, such as runs/.../{FOLDER}/step-00000100"
+            )
+        return None
+    check_same(options, snapshot.manifest.extra["options"], str(where))
+    return snapshot
+
+
+def _read(where: Path) -> Snapshot | None:
+    for folder in (where, where / FOLDER):
+        if (folder / "manifest.json").exists():
+            return read_snapshot(folder)
+    return newest_good(where if where.name == FOLDER else where / FOLDER)
+
+
+def identity(options: TrainOptions) -> dict[str, Any]:
+    """The options that a run to go on with must share; fit for JSON."""
+    shared = {k: v for k, v in dataclasses.asdict(options).items() if k not in FREE}
+    fit: dict[str, Any] = json.loads(json.dumps(shared))
+    return fit
+
+
+def check_same(options: TrainOptions, before: dict[str, Any], where: str) -> None:
+    """Refuse to go on with a run of other options.
+
+    Args:
+        options: of this run.
+        before: `identity` of the other, or all of its options.
+        where: the other's folder.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    different = [
+        f"--{name.replace('_', '-')} {value} instead of {before.get(name)}"
+        for name, value in identity(options).items()
+        if before.get(name) != value
+    ]
+    if different:
+        raise ValueError(
+            f"{where} holds a run of another kind: {', '.join(different)}; use what it began with "
+            "to go on with it, or choose another --out"
+        )

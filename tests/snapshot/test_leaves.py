@@ -1,0 +1,104 @@
+"""A state by name, and again on another number of stages."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from snapshot.states import bits
+
+from jpipe.adapters import pipeline_from_nnx
+from jpipe.mesh import make_mesh
+from jpipe.models import GPT, GPTConfig
+from jpipe.snapshot import MismatchError, rebuild
+from jpipe.snapshot.leaves import places, raw
+from jpipe.train_step import init_train_state
+
+LAYOUTS = {"4": (4, 1), "2": (2, 1), "3": (3, 1), "5": (5, 1), "2 of 2": (2, 2), "2 of 3": (2, 3)}
+OPTIMIZERS = {
+    "adam": lambda: optax.adam(1e-3),
+    "masked": lambda: optax.masked(
+        optax.adam(1e-3), lambda p: jax.tree.map(lambda a: a.size > 40, p)
+    ),
+}
+
+
+def gpt_state(num_stages, num_chunks, optimizer, seed, width=8):
+    config = GPTConfig(vocab_size=11, context=4, layers=8, width=width, heads=2)
+    model = pipeline_from_nnx(
+        lambda rngs: GPT(config, rngs=rngs),
+        stem="embedding",
+        body="blocks",
+        head="head",
+        num_stages=num_stages,
+        num_chunks=num_chunks,
+        inputs=jnp.zeros((2, 4), int),
+    )
+    state = init_train_state(lambda: model.init(nnx.Rngs(seed)), optimizer, make_mesh(num_stages))
+    # Moments that can be told apart.
+    moments = jax.tree.map(lambda a: a + 1 if a.ndim else a, state.params)
+    return (
+        model,
+        state._replace(
+            opt_state=jax.tree.map(lambda a: a * 2 + 1 if a.ndim else a, state.opt_state)
+        ),
+        moments,
+    )
+
+
+def taken(state):
+    """What a snapshot holds: arrays, and what they stand for."""
+    stored = {place.name: place for place in places(state)}
+    leaves = jax.tree.leaves(state)
+    arrays = {p.name: np.asarray(raw(a)) for p, a in zip(stored.values(), leaves, strict=True)}
+    return stored, arrays
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.permutations(LAYOUTS, 2)))
+def test_the_blocks_are_found_on_another_number_of_stages(before, after):
+    optimizer = OPTIMIZERS["adam"]()
+    model, state, _ = gpt_state(*LAYOUTS[before], optimizer, seed=1)
+    other, template, _ = gpt_state(*LAYOUTS[after], optimizer, seed=2)
+    restored, left = rebuild(template, *taken(state))
+    assert left == []
+    assert bits(other.to_plain(restored.params)) == bits(model.to_plain(state.params))
+    for name in ("mu", "nu"):
+        old, new = (getattr(s.opt_state[0], name) for s in (state, restored))
+        assert bits(other.to_plain(new)) == bits(model.to_plain(old))
+    for leaf, like in zip(jax.tree.leaves(restored), jax.tree.leaves(template), strict=True):
+        assert leaf.sharding == like.sharding
+
+
+def test_masked_optimizers_on_the_same_stages():
+    optimizer = OPTIMIZERS["masked"]()
+    _, state, _ = gpt_state(4, 1, optimizer, seed=1)
+    _, template, _ = gpt_state(4, 1, optimizer, seed=2)
+    restored, _ = rebuild(template, *taken(state))
+    assert bits(restored) == bits(state)
+
+
+def test_names_are_unique():
+    for num_stages, num_chunks in LAYOUTS.values():
+        _, state, _ = gpt_state(num_stages, num_chunks, optax.adam(1e-3), seed=1)
+        names = [place.name for place in places(state)]
+        assert len(set(names)) == len(names)
+
+
+def test_another_model_is_refused_by_name():
+    _, state, _ = gpt_state(4, 1, optax.adam(1e-3), seed=1)
+    _, wider, _ = gpt_state(4, 1, optax.adam(1e-3), seed=1, width=16)
+    with pytest.raises(MismatchError, match=r"\.params\.\S+ is float32\[.* here and float32\["):
+        rebuild(wider, *taken(state))
+
+
+def test_another_optimizer_is_refused_by_name():
+    _, state, _ = gpt_state(4, 1, optax.adam(1e-3), seed=1)
+    _, more, _ = gpt_state(4, 1, optax.chain(optax.trace(0.9), optax.adam(1e-3)), seed=1)
+    with pytest.raises(MismatchError, match=r"the snapshot has no \.opt_state"):
+        rebuild(more, *taken(state))
+    _, fewer, _ = gpt_state(4, 1, optax.sgd(1e-3), seed=1)
+    with pytest.raises(MismatchError, match=r"the snapshot has \.opt_state.*unknown here"):
+        rebuild(fewer, *taken(state))

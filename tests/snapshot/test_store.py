@@ -1,0 +1,257 @@
+"""Snapshots: what is read is what was written, or it is named and left out."""
+
+import os
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from alone import printed
+from snapshot.states import bits, trained
+
+from jpipe.optim import PerDevice
+from jpipe.snapshot import (
+    DamageError,
+    SnapshotError,
+    SnapshotStore,
+    newest_good,
+    read_snapshot,
+    rebuild,
+    snapshot_folders,
+)
+
+STATE = {"a": jnp.arange(600.0).reshape(20, 30), "b": jnp.ones(7, jnp.bfloat16), "n": jnp.int32(3)}
+# Reads of Orbax that fail may leave others of theirs without the loop that they would report to.
+ORBAX_LEFTOVERS = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+EXTRA = {"data": {"next_index": 7}, "text": "ä\n"}
+
+
+def restore(snapshot, state):
+    stored = {name: leaf.place for name, leaf in snapshot.manifest.leaves.items()}
+    return rebuild(state, stored, snapshot.arrays)
+
+
+def write(folder, steps=(1,), state=STATE, **settings):
+    store = SnapshotStore(folder, **settings)
+    for step in steps:
+        assert store.save(state, step, EXTRA) >= 0
+    store.close()
+    return snapshot_folders(folder)
+
+
+def files(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_training_state_comes_back_bit_by_bit(tmp_path):
+    state, fresh, step = trained()
+    store = SnapshotStore(tmp_path)
+    before = bits(state)
+    store.save(state, 4, EXTRA)
+    state = step(state)  # donates what is being written
+    store.close()
+    snapshot = newest_good(tmp_path)
+    assert snapshot.manifest.step == 4
+    assert snapshot.manifest.extra == EXTRA
+    restored, left = restore(snapshot, fresh())
+    assert bits(restored) == before
+    assert left == []
+    assert bits(step(restored)) == bits(state)
+    for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(fresh()), strict=True):
+        assert a.sharding == b.sharding
+
+
+def test_typed_keys_and_empty_arrays(tmp_path):
+    state = {"key": jax.random.key(3, impl="rbg"), "none": jnp.zeros((0, 3)), "x": jnp.ones(2)}
+    write(tmp_path, state=state)
+    other = {"key": jax.random.key(0, impl="rbg"), "none": jnp.zeros((0, 3)), "x": jnp.zeros(2)}
+    restored, _ = restore(newest_good(tmp_path), other)
+    assert bits(restored) == bits(state)
+    assert jax.random.key_impl(restored["key"]) == jax.random.key_impl(state["key"])
+
+
+def test_nothing_to_go_on_from(tmp_path):
+    assert newest_good(tmp_path) is None
+    assert newest_good(tmp_path / "nowhere") is None
+
+
+@ORBAX_LEFTOVERS
+def test_every_file_may_be_flipped_and_no_number_is_wrong(tmp_path):
+    """Each bit flip is found, or is in a file that no number comes from."""
+    (good,) = write(tmp_path / "good")
+    rng, found = np.random.default_rng(0), 0
+    wanted = {f"['{name}']": np.asarray(leaf) for name, leaf in STATE.items()}
+    for k, path in enumerate(files(good)):
+        for place in rng.integers(0, path.stat().st_size, 6):
+            bad = tmp_path / f"bad-{k}-{place}"
+            shutil.copytree(good, bad)
+            target = bad / path.relative_to(good)
+            content = bytearray(target.read_bytes())
+            content[place] ^= 1 << int(rng.integers(8))
+            target.write_bytes(content)
+            try:
+                snapshot = read_snapshot(bad)
+            except DamageError:
+                found += 1
+                continue
+            for name, array in wanted.items():
+                assert snapshot.arrays[name].tobytes() == array.tobytes()
+            assert snapshot.manifest.extra == EXTRA
+    assert found >= 10
+
+
+@ORBAX_LEFTOVERS
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_truncated_files(tmp_path, share):
+    (good,) = write(tmp_path / "good")
+    for k, path in enumerate(files(good)):
+        bad = tmp_path / f"bad-{k}"
+        shutil.copytree(good, bad)
+        os.truncate(bad / path.relative_to(good), int(path.stat().st_size * share))
+        try:
+            snapshot = read_snapshot(bad)
+        except DamageError:
+            continue
+        assert snapshot.arrays["['a']"].tobytes() == np.asarray(STATE["a"]).tobytes()
+
+
+@ORBAX_LEFTOVERS
+def test_missing_files(tmp_path):
+    (good,) = write(tmp_path / "good")
+    found = 0
+    for k, path in enumerate(files(good)):
+        bad = tmp_path / f"bad-{k}"
+        shutil.copytree(good, bad)
+        (bad / path.relative_to(good)).unlink()
+        try:
+            read_snapshot(bad)
+        except DamageError:
+            found += 1
+    assert found >= 4
+
+
+@ORBAX_LEFTOVERS
+def test_falls_back_to_the_newest_good_one(tmp_path):
+    one, two, three, four = write(tmp_path, (1, 2, 3, 4), keep_last=4)
+    shutil.rmtree(four)
+    four.mkdir()
+    content = bytearray((three / "manifest.json").read_bytes())
+    content[100] ^= 1
+    (three / "manifest.json").write_bytes(content)
+    (two / "state" / "manifest.ocdbt").write_bytes(b"")
+    with pytest.warns(UserWarning, match="damaged and left out") as warned:
+        snapshot = newest_good(tmp_path)
+    assert snapshot.path == one
+    named = [str(w.message) for w in warned]
+    assert [path.name in text for path, text in zip([four, three, two], named, strict=True)]
+    assert "empty, or half-written" in named[0]
+    assert "checksum" in named[1]
+
+
+def test_none_good_is_an_error(tmp_path):
+    (only,) = write(tmp_path)
+    (only / "manifest.json").unlink()
+    with (
+        pytest.warns(UserWarning, match="damaged"),
+        pytest.raises(SnapshotError, match="none of the 1 snapshots"),
+    ):
+        newest_good(tmp_path)
+
+
+def test_a_wrong_number_is_named_with_its_place(tmp_path):
+    """Orbax gives back what it finds; here another, sound, array in the place of the right one."""
+    (right,) = write(tmp_path / "right")
+    (wrong,) = write(tmp_path / "wrong", state={**STATE, "a": STATE["a"].at[3, 4].add(1e-3)})
+    shutil.rmtree(right / "state")
+    shutil.copytree(wrong / "state", right / "state")
+    with pytest.raises(DamageError, match=r"\['a'\]\[0:20, 0:30\] has the CRC32 [0-9a-f]{8}, it"):
+        read_snapshot(right)
+
+
+def test_keeps_the_newest_and_every_so_many(tmp_path):
+    kept = write(tmp_path, range(1, 12), keep_last=2, keep_every=4)
+    assert [path.name for path in kept] == [
+        "step-00000004",
+        "step-00000008",
+        "step-00000010",
+        "step-00000011",
+    ]
+    assert all(path in kept for path in tmp_path.iterdir())
+
+
+def test_what_was_half_written_is_cleared_away(tmp_path):
+    half = tmp_path / ".writing-step-00000009"
+    (half / "state").mkdir(parents=True)
+    (tmp_path / ".deleted-step-00000001").mkdir()
+    assert newest_good(tmp_path) is None
+    (only,) = write(tmp_path)
+    assert list(tmp_path.iterdir()) == [only]
+
+
+def test_the_same_step_again(tmp_path):
+    write(tmp_path)
+    write(tmp_path, state={**STATE, "n": jnp.int32(4)})
+    assert int(newest_good(tmp_path).arrays["['n']"]) == 4
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    store = SnapshotStore(tmp_path / "file")
+    with pytest.raises(SnapshotError, match="snapshot of step 1 could not be written"):
+        store.save(STATE, 1, EXTRA)
+    store.close()
+
+
+def test_a_full_disk_is_said_once_and_leaves_what_was_there(tmp_path):
+    """Files may not grow beyond 64 KiB: writing fails in the background."""
+    said = " ".join(
+        printed(f"""
+import resource, signal
+from pathlib import Path
+import jax.numpy as jnp
+from jpipe.snapshot import SnapshotError, SnapshotStore, newest_good, snapshot_folders
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+folder = Path({str(tmp_path)!r})
+import jax
+state = {{"x": jax.random.normal(jax.random.key(0), (100_000,))}}
+store = SnapshotStore(folder)
+store.save(state, 1, {{}})
+store.wait()
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+try:
+    store.save(state, 2, {{}})
+    store.wait()
+    print("no error")
+except SnapshotError as error:
+    print("error:", error)
+store.poll()
+print([p.name for p in folder.iterdir()])
+print(newest_good(folder).manifest.step)
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+store.save(state, 3, {{}})
+store.close()
+print(newest_good(folder).manifest.step)
+""")
+    )
+    assert said.startswith("error: the snapshot of step 2 could not be written:")
+    assert said.endswith("['step-00000001'] 1 3")
+
+
+def test_what_each_device_has_of_its_own_is_left_on_another_mesh(tmp_path):
+    own = {"x": jnp.ones(3), "e": PerDevice(jnp.ones((2, 2, 1, 5)))}
+    write(tmp_path, state=own)
+    other = {"x": jnp.zeros(3), "e": PerDevice(jnp.full((4, 1, 1, 5), 2.0))}
+    restored, left = restore(newest_good(tmp_path), other)
+    np.testing.assert_array_equal(restored["x"], 1.0)
+    np.testing.assert_array_equal(restored["e"].value, 2.0)
+    assert len(left) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"), [({"keep_last": 0}, "keep_last=0"), ({"keep_every": 0}, "keep_every=0")]
+)
+def test_refuses(tmp_path, settings, said):
+    with pytest.raises(ValueError, match=said):
+        SnapshotStore(tmp_path, **settings)
