@@ -1,5 +1,6 @@
 """A state by name, and again on another number of stages."""
 
+import functools
 import itertools
 
 import jax
@@ -20,13 +21,17 @@ from jpipe.train_step import init_train_state
 LAYOUTS = {"4": (4, 1), "2": (2, 1), "3": (3, 1), "5": (5, 1), "2 of 2": (2, 2), "2 of 3": (2, 3)}
 OPTIMIZERS = {
     "adam": lambda: optax.adam(1e-3),
+    "sgd": lambda: optax.sgd(1e-3),
+    "more": lambda: optax.chain(optax.trace(0.9), optax.adam(1e-3)),
     "masked": lambda: optax.masked(
         optax.adam(1e-3), lambda p: jax.tree.map(lambda a: a.size > 40, p)
     ),
 }
 
 
-def gpt_state(num_stages, num_chunks, optimizer, seed, width=8):
+@functools.cache
+def gpt_state(num_stages, num_chunks, make="adam", seed=1, width=8):
+    """A model, and a state of it in which moments are not zero."""
     config = GPTConfig(vocab_size=11, context=4, layers=8, width=width, heads=2)
     model = pipeline_from_nnx(
         lambda rngs: GPT(config, rngs=rngs),
@@ -37,16 +42,18 @@ def gpt_state(num_stages, num_chunks, optimizer, seed, width=8):
         num_chunks=num_chunks,
         inputs=jnp.zeros((2, 4), int),
     )
-    state = init_train_state(lambda: model.init(nnx.Rngs(seed)), optimizer, make_mesh(num_stages))
-    # Moments that can be told apart.
-    moments = jax.tree.map(lambda a: a + 1 if a.ndim else a, state.params)
-    return (
-        model,
-        state._replace(
-            opt_state=jax.tree.map(lambda a: a * 2 + 1 if a.ndim else a, state.opt_state)
-        ),
-        moments,
-    )
+    mesh = make_mesh(num_stages)
+    state = init_train_state(lambda: model.init(nnx.Rngs(seed)), OPTIMIZERS[make](), mesh)
+
+    def like_params(tree):
+        """Of its structure, with the parameters' values."""
+        return jax.tree.map(lambda a, p: p * 2 + 1 if a.shape == p.shape else a, tree, state.params)
+
+    if make == "adam":
+        moments = state.opt_state[0]
+        moments = moments._replace(mu=like_params(moments.mu), nu=like_params(moments.nu))
+        state = state._replace(opt_state=(moments, *state.opt_state[1:]))
+    return model, state
 
 
 def taken(state):
@@ -59,9 +66,8 @@ def taken(state):
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.permutations(LAYOUTS, 2)))
 def test_the_blocks_are_found_on_another_number_of_stages(before, after):
-    optimizer = OPTIMIZERS["adam"]()
-    model, state, _ = gpt_state(*LAYOUTS[before], optimizer, seed=1)
-    other, template, _ = gpt_state(*LAYOUTS[after], optimizer, seed=2)
+    model, state = gpt_state(*LAYOUTS[before], seed=1)
+    other, template = gpt_state(*LAYOUTS[after], seed=2)
     restored, left = rebuild(template, *taken(state))
     assert left == []
     assert bits(other.to_plain(restored.params)) == bits(model.to_plain(state.params))
@@ -73,32 +79,31 @@ def test_the_blocks_are_found_on_another_number_of_stages(before, after):
 
 
 def test_masked_optimizers_on_the_same_stages():
-    optimizer = OPTIMIZERS["masked"]()
-    _, state, _ = gpt_state(4, 1, optimizer, seed=1)
-    _, template, _ = gpt_state(4, 1, optimizer, seed=2)
+    _, state = gpt_state(4, 1, "masked", seed=1)
+    _, template = gpt_state(4, 1, "masked", seed=2)
     restored, _ = rebuild(template, *taken(state))
     assert bits(restored) == bits(state)
 
 
 def test_names_are_unique():
     for num_stages, num_chunks in LAYOUTS.values():
-        _, state, _ = gpt_state(num_stages, num_chunks, optax.adam(1e-3), seed=1)
+        _, state = gpt_state(num_stages, num_chunks)
         names = [place.name for place in places(state)]
         assert len(set(names)) == len(names)
 
 
 def test_another_model_is_refused_by_name():
-    _, state, _ = gpt_state(4, 1, optax.adam(1e-3), seed=1)
-    _, wider, _ = gpt_state(4, 1, optax.adam(1e-3), seed=1, width=16)
+    _, state = gpt_state(4, 1)
+    _, wider = gpt_state(4, 1, width=16)
     with pytest.raises(MismatchError, match=r"\.params\.\S+ is float32\[.* here and float32\["):
         rebuild(wider, *taken(state))
 
 
 def test_another_optimizer_is_refused_by_name():
-    _, state, _ = gpt_state(4, 1, optax.adam(1e-3), seed=1)
-    _, more, _ = gpt_state(4, 1, optax.chain(optax.trace(0.9), optax.adam(1e-3)), seed=1)
+    _, state = gpt_state(4, 1)
+    _, more = gpt_state(4, 1, "more")
     with pytest.raises(MismatchError, match=r"the snapshot has no \.opt_state"):
         rebuild(more, *taken(state))
-    _, fewer, _ = gpt_state(4, 1, optax.sgd(1e-3), seed=1)
+    _, fewer = gpt_state(4, 1, "sgd")
     with pytest.raises(MismatchError, match=r"the snapshot has \.opt_state.*unknown here"):
         rebuild(fewer, *taken(state))
