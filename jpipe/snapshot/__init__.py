@@ -1,6 +1,6 @@
 """Snapshots of a training state: verified, atomic, written in the background."""
 
-from jpipe.snapshot.leaves import MismatchError, rebuild
+from jpipe.snapshot.leaves import MismatchError
 from jpipe.snapshot.manifest import DamageError, Manifest
 from jpipe.snapshot.store import (
     Snapshot,
@@ -20,6 +20,5 @@ __all__ = [
     "SnapshotStore",
     "newest_good",
     "read_snapshot",
-    "rebuild",
     "snapshot_folders",
 ]

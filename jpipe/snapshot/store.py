@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 from numpy.typing import NDArray
 
 from jpipe.files import write_atomically
-from jpipe.snapshot.leaves import places, raw
+from jpipe.snapshot.leaves import places, raw, rebuild
 from jpipe.snapshot.manifest import (
     FILE,
     Copies,
@@ -57,6 +57,11 @@ class Snapshot:
     path: Path
     manifest: Manifest
     arrays: Mapping[str, NDArray[Any]]
+
+    def restore(self, state: Tree) -> tuple[Tree, list[str]]:
+        """The state that was saved, laid out as another is; see `rebuild`."""
+        stored = {name: leaf.place for name, leaf in self.manifest.leaves.items()}
+        return rebuild(state, stored, self.arrays)
 
 
 def read_snapshot(path: Path) -> Snapshot:

@@ -110,6 +110,8 @@ FREE = frozenset(
 )
 """Options in which a run may differ from the one that it goes on with. Of the data it is not the
 name that counts, but what is in it: see `jpipe.data.ShuffledBatches.set_state`."""
+FREE_IF_NAMED = frozenset({"learning_rate", "freeze_step"})
+"""Options that may differ as well where `--resume` names what to go on from."""
 
 _IMAGE_DEFAULTS = {"width": 64, "steps": 100, "batch_size": 64, "eval_every": 20}
 

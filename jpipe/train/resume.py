@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jpipe.snapshot import DamageError, Snapshot, SnapshotError, newest_good, read_snapshot
-from jpipe.train.options import FREE, TrainOptions
+from jpipe.train.options import FREE, FREE_IF_NAMED, TrainOptions
 
 FOLDER = "snapshots"
 """Name of the folder of snapshots in a run folder."""
@@ -73,10 +73,11 @@ def check_same(options: TrainOptions, before: dict[str, Any], where: str) -> Non
     Raises:
         ValueError: naming what differs.
     """
+    free = FREE_IF_NAMED if options.resume not in ("auto", "never") else frozenset()
     different = [
         f"--{name.replace('_', '-')} {value} instead of {before.get(name)}"
         for name, value in identity(options).items()
-        if before.get(name) != value
+        if before.get(name) != value and name not in free
     ]
     if different:
         raise ValueError(

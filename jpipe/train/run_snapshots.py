@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jpipe.snapshot import MismatchError, SnapshotError, SnapshotStore, rebuild
+from jpipe.snapshot import MismatchError, SnapshotError, SnapshotStore
 from jpipe.train.resume import FOLDER, identity
 from jpipe.train.setup import Setup
 from jpipe.train_step import TrainState
@@ -41,10 +41,9 @@ class RunSnapshots:
         snapshot = self._setup.snapshot
         if snapshot is None:
             return state
-        stored = {name: leaf.place for name, leaf in snapshot.manifest.leaves.items()}
         try:
             restored: TrainState
-            restored, left = rebuild(state, stored, snapshot.arrays)
+            restored, left = snapshot.restore(state)
         except MismatchError as error:
             raise ValueError(f"{snapshot.path} does not fit: {error}") from error
         step = snapshot.manifest.step

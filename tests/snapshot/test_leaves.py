@@ -14,8 +14,8 @@ from snapshot.states import bits
 from jpipe.adapters import pipeline_from_nnx
 from jpipe.mesh import make_mesh
 from jpipe.models import GPT, GPTConfig
-from jpipe.snapshot import MismatchError, rebuild
-from jpipe.snapshot.leaves import places, raw
+from jpipe.snapshot import MismatchError
+from jpipe.snapshot.leaves import places, raw, rebuild
 from jpipe.train_step import init_train_state
 
 LAYOUTS = {"4": (4, 1), "2": (2, 1), "3": (3, 1), "5": (5, 1), "2 of 2": (2, 2), "2 of 3": (2, 3)}

@@ -17,7 +17,6 @@ from jpipe.snapshot import (
     SnapshotStore,
     newest_good,
     read_snapshot,
-    rebuild,
     snapshot_folders,
 )
 
@@ -25,11 +24,6 @@ STATE = {"a": jnp.arange(600.0).reshape(20, 30), "b": jnp.ones(7, jnp.bfloat16),
 # Reads of Orbax that fail may leave others of theirs without the loop that they would report to.
 ORBAX_LEFTOVERS = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 EXTRA = {"data": {"next_index": 7}, "text": "ä\n"}
-
-
-def restore(snapshot, state):
-    stored = {name: leaf.place for name, leaf in snapshot.manifest.leaves.items()}
-    return rebuild(state, stored, snapshot.arrays)
 
 
 def write(folder, steps=(1,), state=STATE, **settings):
@@ -54,7 +48,7 @@ def test_a_training_state_comes_back_bit_by_bit(tmp_path):
     snapshot = newest_good(tmp_path)
     assert snapshot.manifest.step == 4
     assert snapshot.manifest.extra == EXTRA
-    restored, left = restore(snapshot, fresh())
+    restored, left = snapshot.restore(fresh())
     assert bits(restored) == before
     assert left == []
     assert bits(step(restored)) == bits(state)
@@ -66,7 +60,7 @@ def test_typed_keys_and_empty_arrays(tmp_path):
     state = {"key": jax.random.key(3, impl="rbg"), "none": jnp.zeros((0, 3)), "x": jnp.ones(2)}
     write(tmp_path, state=state)
     other = {"key": jax.random.key(0, impl="rbg"), "none": jnp.zeros((0, 3)), "x": jnp.zeros(2)}
-    restored, _ = restore(newest_good(tmp_path), other)
+    restored, _ = newest_good(tmp_path).restore(other)
     assert bits(restored) == bits(state)
     assert jax.random.key_impl(restored["key"]) == jax.random.key_impl(state["key"])
 
@@ -243,7 +237,7 @@ def test_what_each_device_has_of_its_own_is_left_on_another_mesh(tmp_path):
     own = {"x": jnp.ones(3), "e": PerDevice(jnp.ones((2, 2, 1, 5)))}
     write(tmp_path, state=own)
     other = {"x": jnp.zeros(3), "e": PerDevice(jnp.full((4, 1, 1, 5), 2.0))}
-    restored, left = restore(newest_good(tmp_path), other)
+    restored, left = newest_good(tmp_path).restore(other)
     np.testing.assert_array_equal(restored["x"], 1.0)
     np.testing.assert_array_equal(restored["e"].value, 2.0)
     assert len(left) == 1

@@ -1,0 +1,225 @@
+"""A run that ended goes on where its last good snapshot was taken, with the same numbers."""
+
+import json
+import random
+import shutil
+import signal
+import time
+
+import pytest
+from train.test_train_run import SMALL, metrics, run_command, train
+
+from jpipe.train.__main__ import main
+
+EVERY = ["--snapshot-every-steps", "1", "--keep-snapshots", "9"]
+LONG = ["--mesh", "2", "--steps", "40", "--eval-every", "15", "--snapshot-every-steps", "5"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing disturbed."""
+    return train(tmp_path_factory.mktemp("whole"), "--mesh", "2", *EVERY)
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory):
+    """A longer one."""
+    return train(tmp_path_factory.mktemp("long"), *LONG)
+
+
+def as_if_killed_after(whole, tmp_path, step, name="run"):
+    """A copy without what came after a step; of its metrics one line too many, and half a line."""
+    folder = tmp_path / name
+    shutil.copytree(whole, folder)
+    for k in range(step + 1, 6):
+        shutil.rmtree(folder / "snapshots" / f"step-{k:08d}", ignore_errors=True)
+    for left in ("summary.json", "params.msgpack", "sample.txt", "loss.png"):
+        (folder / left).unlink()
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[: step + 1]) + '{"step": 9')
+    return folder
+
+
+def assert_same_run(folder, whole):
+    assert (folder / "params.msgpack").read_bytes() == (whole / "params.msgpack").read_bytes()
+    assert (folder / "sample.txt").read_bytes() == (whole / "sample.txt").read_bytes()
+    for row, expected in zip(metrics(folder), metrics(whole), strict=True):
+        for name in ("step", "loss", "grad_norm", "validation_loss"):
+            assert row.get(name) == expected.get(name), f"{name} of step {row['step']}"
+    summary, expected = (json.loads((f / "summary.json").read_text()) for f in (folder, whole))
+    assert summary["validation_loss"] == expected["validation_loss"]
+
+
+@pytest.mark.parametrize("step", [1, 3, 4])
+def test_goes_on_bit_by_bit(whole, tmp_path, capsys, step):
+    folder = as_if_killed_after(whole, tmp_path, step)
+    assert train(tmp_path, "--mesh", "2", *EVERY) == folder
+    assert f"going on after step {step}" in capsys.readouterr().out
+    assert_same_run(folder, whole)
+
+
+def test_begins_anew_where_there_is_no_snapshot_yet(whole, tmp_path):
+    folder = as_if_killed_after(whole, tmp_path, 2)
+    shutil.rmtree(folder / "snapshots")
+    train(tmp_path, "--mesh", "2", *EVERY)
+    assert_same_run(folder, whole)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_damaged_snapshot_is_named_and_the_one_before_it_used(whole, tmp_path, capsys):
+    folder = as_if_killed_after(whole, tmp_path, 4)
+    shutil.rmtree(folder / "snapshots" / "step-00000004" / "state")
+    (folder / "snapshots" / "step-00000003" / "manifest.json").write_text("{}")
+    with pytest.warns(UserWarning, match="damaged") as warned:
+        train(tmp_path, "--mesh", "2", *EVERY)
+    assert "step-00000004" in str(warned[0].message)
+    assert "going on after step 2" in capsys.readouterr().out
+    assert_same_run(folder, whole)
+
+
+def test_no_good_snapshot_is_an_error(whole, tmp_path, capsys):
+    folder = as_if_killed_after(whole, tmp_path, 1)
+    (folder / "snapshots" / "step-00000001" / "manifest.json").unlink()
+    with pytest.warns(UserWarning, match="damaged"):
+        assert main([*SMALL, "--mesh", "2", "--out", str(folder)]) == 2
+    assert "none of the 1 snapshots" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--mesh", "4"], ["--mesh", "3"], ["--mesh", "2x2"], ["--mesh", "2", "--microbatches", "4"]],
+    ids=" ".join,
+)
+def test_on_another_mesh_and_with_other_microbatches(whole, tmp_path, arguments):
+    folder = as_if_killed_after(whole, tmp_path, 3)
+    train(tmp_path, *arguments, *EVERY)
+    for row, expected in zip(metrics(folder), metrics(whole), strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], rel=2e-6)
+
+
+def test_with_compressed_gradients_in_low_precision(tmp_path, capsys):
+    arguments = ["--mesh", "2x2", "--precision", "fp16", "--compression", "onebit-adam"]
+    arguments += ["--freeze-step", "2", *EVERY]
+    whole = train(tmp_path, *arguments, name="whole")
+    folder = as_if_killed_after(whole, tmp_path, 3)
+    train(tmp_path, *arguments)
+    assert_same_run(folder, whole)
+    again = as_if_killed_after(whole, tmp_path, 3, name="again")
+    arguments[1] = "4x2"
+    capsys.readouterr()
+    assert train(tmp_path, *arguments, name="again") == again
+    assert "the mesh is another one" in capsys.readouterr().out
+
+
+def test_from_another_folder(whole, tmp_path, capsys):
+    """A whole run, or one snapshot; also with another learning rate, as that is asked for."""
+    one = whole / "snapshots" / "step-00000003"
+    folder = train(tmp_path, "--mesh", "2", "--resume", str(one), name="one")
+    assert [row["step"] for row in metrics(folder)] == [4, 5]
+    assert metrics(folder)[-1]["loss"] == metrics(whole)[-1]["loss"]
+    more = ["--mesh", "2", "--resume", str(whole), "--steps", "7", "--learning-rate", "0.001"]
+    folder = train(tmp_path, *more, name="more")
+    assert [row["step"] for row in metrics(folder)] == [6, 7]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--out", "{whole}"], "taken after 5 steps, and --steps is 5"),
+        (["--out", "{whole}", "--resume", "never"], "already holds a run"),
+        (["--out", "{whole}", "--steps", "9", "--width", "32"], "--width 32 instead of 16"),
+        (["--out", "{whole}", "--steps", "9", "--seed", "1"], "--seed 1 instead of 0"),
+        (["--out", "{whole}", "--steps", "9", "--learning-rate", "1"], "--learning-rate 1.0"),
+        (["--out", "{whole}", "--steps", "9", "--data", "{text}"], "belongs to other data"),
+        (["--resume", "{nothing}"], "there is no snapshot"),
+        (["--resume", "{whole}", "--model", "resnet18"], "--model resnet18 instead of gpt"),
+        (["--keep-snapshots", "0"], "--keep-snapshots"),
+        (["--snapshot-every-steps", "-1"], "--snapshot-every-steps"),
+    ],
+    ids=str,
+)
+def test_refuses(whole, tmp_path, capsys, arguments, said):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
+    places = {"whole": whole, "text": tmp_path / "text.txt", "nothing": tmp_path / "nothing"}
+    filled = [argument.format(**places) for argument in arguments]
+    before = (whole / "metrics.jsonl").read_bytes()
+    small = SMALL if "resnet18" not in arguments else []
+    assert main([*small, "--mesh", "2", "--platform", "cpu", *filled]) == 2
+    assert said in capsys.readouterr().err
+    assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+def test_without_snapshots(tmp_path):
+    folder = train(tmp_path, "--mesh", "2", "--snapshot-every-steps", "0")
+    assert not (folder / "snapshots").exists()
+
+
+def wait_for_lines(process, folder, count):
+    path, deadline = folder / "metrics.jsonl", time.monotonic() + 180
+    while not (path.exists() and path.read_text().count("\n") >= count):
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_sigterm_takes_a_snapshot_and_says_so(long, tmp_path):
+    process = run_command(tmp_path, *LONG, "--out", "run", "--steps", "4000")
+    wait_for_lines(process, tmp_path / "run", 7)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, out
+    assert "Traceback" not in out
+    rows = metrics(tmp_path / "run")
+    newest = sorted((tmp_path / "run" / "snapshots").iterdir())[-1]
+    assert newest.name == f"step-{rows[-1]['step']:08d}"
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_sigterm_during_the_start_ends_at_once(tmp_path):
+    """A compile cannot be interrupted, and there is nothing to write yet."""
+    process = run_command(
+        tmp_path, *LONG, "--out", "run", "--layers", "24", XDG_CACHE_HOME=str(tmp_path / "cache")
+    )
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "schedule.png").exists():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, out
+    assert time.monotonic() - asked < 3
+    assert "before there was anything to write" in out
+
+
+def kill_and_go_on(tmp_path, kills, seed):
+    """Kill a run at random instants, each time a while after it began, and let it go on."""
+    rng = random.Random(seed)
+    for _ in range(kills):
+        process = run_command(tmp_path, *LONG, "--out", "run")
+        began = time.monotonic()
+        delay = rng.uniform(0.5, 12.0)
+        while process.poll() is None and time.monotonic() - began < delay:
+            time.sleep(0.005)
+        process.kill()
+        out, _ = process.communicate()
+        assert process.returncode in (-signal.SIGKILL, 0, 2), out
+        if process.returncode != -signal.SIGKILL:
+            assert process.returncode == 0 or "nothing is left to do" in out
+    process = run_command(tmp_path, *LONG, "--out", "run")
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0 or "nothing is left to do" in out, out
+    return tmp_path / "run"
+
+
+def test_killed_at_random_instants(long, tmp_path):
+    assert_same_run(kill_and_go_on(tmp_path, 2, seed=0), long)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_killed_again_and_again(long, tmp_path, seed):
+    """Thirty kills in all."""
+    assert_same_run(kill_and_go_on(tmp_path, 3, seed), long)
