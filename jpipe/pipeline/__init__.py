@@ -6,6 +6,7 @@ from jpipe.pipeline.gradients import pipeline_value_and_grad
 from jpipe.pipeline.layout import batch_sharding, fsdp, param_shardings, param_specs
 from jpipe.pipeline.losses import Loss, LossTerms
 from jpipe.pipeline.per_stage import Chunks, PerStage
+from jpipe.pipeline.segments import Segments, pipeline_segments
 from jpipe.pipeline.stages import Params, Stages
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Params",
     "PerStage",
     "Recompute",
+    "Segments",
     "Stages",
     "batch_sharding",
     "fsdp",
@@ -22,6 +24,7 @@ __all__ = [
     "param_specs",
     "pipeline_evaluate",
     "pipeline_predict",
+    "pipeline_segments",
     "pipeline_value_and_grad",
     "repeat_block",
 ]

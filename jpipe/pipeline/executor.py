@@ -95,6 +95,28 @@ class Executor:
             date in the same places and elsewhere as it was.
         """
         beats, rows = table_rows(self.schedule, self._inbox, self.axis)
+        carry = self._scan(self.start(), beats, rows)
+        return carry.terms, carry.grads, carry.moving
+
+    def advance(self, carry: Carry, first: jax.Array, count: int) -> Carry:
+        """Run some of the ticks; for all in turn the carry ends as that of `run`.
+
+        Args:
+            carry: what the stage holds, at first `start()`.
+            first: the first period of the table to run.
+            count: how many periods; beyond the table's end nothing happens.
+        """
+        beats, rows = table_rows(self.schedule, self._inbox, self.axis)
+
+        def some(column: jax.Array) -> jax.Array:
+            padded = jnp.pad(column, ((0, -len(column) % count), (0, 0)))
+            return jax.lax.dynamic_slice_in_dim(padded, first, count)
+
+        return self._scan(carry, beats, jax.tree.map(some, rows))
+
+    def _scan(self, carry: Carry, beats: list[Beat], rows: Rows) -> Carry:
+        # Made here and not where they are first used, within a trace that they would not outlive.
+        _ = self._program, self._splits, self._halves, self._split_stem
 
         def group(carry: Carry, rows: Rows) -> tuple[Carry, None]:
             for k, beat in enumerate(beats):
@@ -102,8 +124,7 @@ class Executor:
                 carry = self._tick(carry, own, beat)
             return carry, None
 
-        carry, _ = jax.lax.scan(group, self._start(), rows)
-        return carry.terms, carry.grads, carry.moving
+        return jax.lax.scan(group, carry, rows)[0]
 
     @functools.cached_property
     def _inbox(self) -> Inbox:
@@ -174,7 +195,8 @@ class Executor:
         targets = divide(stash.read(self.targets, microbatch), self._rows)
         return loss_terms(self.loss(outputs, targets)), updates
 
-    def _start(self) -> Carry:
+    def start(self) -> Carry:
+        """What a stage holds before the first tick."""
         slots = assign_slots(self.schedule).per_stage
         weight_slots = int(assign_weight_slots(self.schedule).per_stage.max())
         payload = self._program.payload

@@ -96,15 +96,22 @@ class Placed:
         return jax.tree.map(lambda spec: PartitionSpec(axis, *spec), self.specs.params)
 
     def run(
-        self, on_stage: Callable[..., Any], out_specs: Any, *batch: Tree, scalars: Tree = ()
+        self,
+        on_stage: Callable[..., Any],
+        out_specs: Any,
+        *batch: Tree,
+        scalars: Tree = (),
+        per_device: Tree = (),
     ) -> Any:
         """Call a function on every device.
 
         Args:
-            on_stage: takes variables, key, inputs, the rest of the batch, and the scalars.
+            on_stage: takes variables, key, inputs, the rest of the batch, the scalars, and what is
+                per device.
             out_specs: how what it returns lies on the mesh.
             *batch: pytrees of `[M, microbatch, ...]` arrays.
             scalars: what is the same on every device.
+            per_device: what each device has of its own, a dim for each mesh axis before its dims.
         """
         batch_of_device = only(self.manual, batch_spec(self._mesh))
         _, *batch_laid_out = lay_out(self._mesh, (), (), *batch)
@@ -116,8 +123,9 @@ class Placed:
                 PartitionSpec(),
                 *[batch_of_device] * (1 + len(batch)),
                 *[PartitionSpec()] * len(scalars),
+                *[PartitionSpec(*self._mesh.axis_names)] * len(per_device),
             ),
             out_specs=only_axes(self.manual, out_specs),
             axis_names=self.manual,
             check_vma=False,
-        )(self.variables, self._key, self._inputs, *batch_laid_out, *scalars)
+        )(self.variables, self._key, self._inputs, *batch_laid_out, *scalars, *per_device)
