@@ -1,6 +1,7 @@
 """One training step: the pipeline's gradients and an optax update, in one compiled program."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,9 +17,11 @@ from jpipe.optim.per_device import place_per_device
 from jpipe.pipeline import (
     Loss,
     Params,
+    Segments,
     Stages,
     batch_sharding,
     param_shardings,
+    pipeline_segments,
     pipeline_value_and_grad,
 )
 from jpipe.reference import reference_value_and_grad
@@ -227,12 +230,97 @@ def make_train_step(
     def train_step(state: TrainState, inputs: Tree, targets: Tree) -> tuple[TrainState, Metrics]:
         apart = wants_gradient_of_each_replica(state.opt_state)
         function = value_and_grads if apart else value_and_grad
-        replicas = mesh.shape.get(DATA, 1) if apart else 1
-        new, metrics = _update(function, optimizer, state, inputs, targets, replicas)
+        new, metrics = _update(
+            function, optimizer, state, inputs, targets, _num_replicas(state, mesh)
+        )
         return _lay_out(new, optimizer, mesh, stages.partition), metrics
 
     batch = batch_sharding(mesh)
     return jax.jit(train_step, donate_argnums=0, in_shardings=(None, batch, batch))
+
+
+class SegmentedStep(NamedTuple):
+    """A training step cut into segments, each a jitted function; see `make_segmented_step`.
+
+    Attributes:
+        start: `(state, inputs, targets) -> carry`.
+        advance: `(carry, first, state, inputs, targets) -> carry`; donates the carry.
+        finish: `(carry, state, inputs, targets) -> (state, metrics)`; donates carry and state.
+        firsts: what `first` is in each segment.
+    """
+
+    start: jax.stages.Wrapped
+    advance: jax.stages.Wrapped
+    finish: jax.stages.Wrapped
+    firsts: range
+
+
+def make_segmented_step(
+    stages: Stages,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    schedule: Schedule,
+    microbatches: int,
+) -> SegmentedStep:
+    """The step of `make_train_step` in segments, with the same bits.
+
+    Between two of them the carry and the state that the step began with are all there is to save.
+
+    Args:
+        stages: the model.
+        loss: as for `make_train_step`.
+        optimizer: an optax optimizer.
+        mesh: the mesh; every device must run a program of its own, see `pipeline_segments`.
+        schedule: the table.
+        microbatches: about so many microbatches are finished in a segment.
+
+    Raises:
+        ValueError: as `pipeline_segments`.
+    """
+    segments, segments_apart = (
+        pipeline_segments(
+            stages,
+            loss,
+            mesh,
+            schedule,
+            microbatches=microbatches,
+            has_aux=True,
+            per_replica=each,
+        )
+        for each in (False, True)
+    )
+
+    def of(state: TrainState) -> Segments:
+        return segments_apart if wants_gradient_of_each_replica(state.opt_state) else segments
+
+    def start(state: TrainState, inputs: Tree, targets: Tree) -> Tree:
+        return of(state).start(*_arguments(state, inputs, targets))
+
+    def advance(carry: Tree, first: Any, state: TrainState, inputs: Tree, targets: Tree) -> Tree:
+        return of(state).advance(carry, first, *_arguments(state, inputs, targets))
+
+    def finish(
+        carry: Tree, state: TrainState, inputs: Tree, targets: Tree
+    ) -> tuple[TrainState, Metrics]:
+        function = functools.partial(of(state).finish, carry)
+        new, metrics = _update(
+            function, optimizer, state, inputs, targets, _num_replicas(state, mesh)
+        )
+        return _lay_out(new, optimizer, mesh, stages.partition), metrics
+
+    batch, own = batch_sharding(mesh), NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+    return SegmentedStep(
+        jax.jit(start, in_shardings=(None, batch, batch), out_shardings=own),
+        jax.jit(
+            advance,
+            donate_argnums=0,
+            in_shardings=(own, None, None, batch, batch),
+            out_shardings=own,
+        ),
+        jax.jit(finish, donate_argnums=(0, 1), in_shardings=(own, None, batch, batch)),
+        segments.firsts,
+    )
 
 
 def make_reference_step(
@@ -247,6 +335,19 @@ def make_reference_step(
     return jax.jit(train_step, donate_argnums=0)
 
 
+def _arguments(state: TrainState, inputs: Tree, targets: Tree) -> tuple[Any, ...]:
+    """Those of `pipeline_value_and_grad`."""
+    scaling = loss_scale_state(state.opt_state)
+    scale = None if scaling is None else scaling.scale
+    key = None if state.key is None else jax.random.fold_in(state.key, state.step)
+    return state.params, inputs, targets, state.model_state, key, scale
+
+
+def _num_replicas(state: TrainState, mesh: Mesh) -> int:
+    """How many have gradients of their own."""
+    return mesh.shape.get(DATA, 1) if wants_gradient_of_each_replica(state.opt_state) else 1
+
+
 def _update(
     value_and_grad: Callable[..., tuple[Any, ...]],
     optimizer: optax.GradientTransformation,
@@ -255,12 +356,9 @@ def _update(
     targets: Tree,
     replicas: int = 1,
 ) -> tuple[TrainState, Metrics]:
-    scaling = loss_scale_state(state.opt_state)
-    scale = None if scaling is None else scaling.scale
-    key = None if state.key is None else jax.random.fold_in(state.key, state.step)
-    (value, aux), grads, *rest = value_and_grad(
-        state.params, inputs, targets, state.model_state, key, scale
-    )
+    arguments = _arguments(state, inputs, targets)
+    scale = arguments[-1]
+    (value, aux), grads, *rest = value_and_grad(*arguments)
     norm = optax.tree.norm(grads) / replicas**0.5
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)

@@ -128,8 +128,8 @@ class Step:
         """Run `count` periods of the table from the period `first` on."""
 
         def on_device(*args: Any) -> Carry:
-            *args, first, carry = args
-            carry = self._executor(*args).advance(self._unpacked(carry), first, count)
+            *given, first, carry = args
+            carry = self._executor(*given).advance(self._unpacked(carry), first, count)
             return self._packed(carry)
 
         new: Carry = self._run(on_device, self._of_device, first, carry=carry)

@@ -52,11 +52,13 @@ class Manifest:
 
     Attributes:
         step: steps made before it.
+        microbatch: of the step after that, about so many microbatches are finished.
         leaves: by name.
         extra: what else belongs to it, fit for JSON: data cursor, configuration.
     """
 
     step: int
+    microbatch: int
     leaves: Mapping[str, Leaf]
     extra: Mapping[str, Any]
 
@@ -65,6 +67,7 @@ class Manifest:
         content = json.dumps(
             {
                 "step": self.step,
+                "microbatch": self.microbatch,
                 "leaves": [dataclasses.asdict(leaf) for leaf in self.leaves.values()],
                 "extra": self.extra,
             },
@@ -97,7 +100,8 @@ class Manifest:
             ]
         except (ValueError, KeyError, TypeError) as error:
             raise DamageError(f"the manifest is not readable: {error}") from error
-        return Manifest(fields["step"], {leaf.place.name: leaf for leaf in leaves}, fields["extra"])
+        by_name = {leaf.place.name: leaf for leaf in leaves}
+        return Manifest(fields["step"], fields["microbatch"], by_name, fields["extra"])
 
     def check(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Compare arrays with their checksums.

@@ -34,7 +34,7 @@ from jpipe.snapshot.manifest import (
 
 Tree = Any
 
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-(\d{8,})(?:\+(\d+))?")
 _WRITING, _DELETED = ".writing-", ".deleted-"
 _STATE = "state"
 _PATIENCE = 600.0  # seconds that processes wait for each other's part of a snapshot
@@ -58,10 +58,23 @@ class Snapshot:
     manifest: Manifest
     arrays: Mapping[str, NDArray[Any]]
 
-    def restore(self, state: Tree) -> tuple[Tree, list[str]]:
-        """The state that was saved, laid out as another is; see `rebuild`."""
-        stored = {name: leaf.place for name, leaf in self.manifest.leaves.items()}
-        return rebuild(state, stored, self.arrays)
+    def restore(self, state: Tree, prefix: str = "") -> tuple[Tree, list[str]]:
+        """The state that was saved, or a part of it, laid out as another is; see `rebuild`.
+
+        Args:
+            state: a state of the structure, shapes and shardings that are wanted.
+            prefix: what the names of the part begin with, such as `['state']`.
+        """
+        stored, arrays = {}, {}
+        for name, leaf in self.manifest.leaves.items():
+            if name.startswith(prefix):
+                own = dataclasses.replace(
+                    leaf.place,
+                    name=name.removeprefix(prefix),
+                    part=leaf.place.part.removeprefix(prefix),
+                )
+                stored[own.name], arrays[own.name] = own, self.arrays[name]
+        return rebuild(state, stored, arrays)
 
 
 def read_snapshot(path: Path) -> Snapshot:
@@ -98,8 +111,14 @@ def snapshot_folders(folder: Path) -> list[Path]:
     """The folders of snapshots in a folder, oldest first; they may be damaged."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
+    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_when)
+
+
+def _when(path: Path) -> tuple[int, int]:
+    """Step and microbatch of a snapshot, by its folder's name."""
+    found = _NAME.fullmatch(path.name)
+    assert found is not None
+    return int(found[1]), int(found[2] or 0)
 
 
 def newest_good(folder: Path) -> Snapshot | None:
@@ -137,7 +156,8 @@ class SnapshotStore:
     Args:
         folder: where the snapshots are.
         keep_last: how many of the newest stay.
-        keep_every: of the others those stay whose step is a multiple of this; None for none.
+        keep_every: of the others those between steps stay whose step is a multiple of this; None
+            for none.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -157,13 +177,16 @@ class SnapshotStore:
                 if path.name.startswith((_WRITING, _DELETED)):
                     shutil.rmtree(path, ignore_errors=True)
 
-    def save(self, state: Tree, step: int, extra: Mapping[str, Any]) -> float:
+    def save(
+        self, state: Tree, step: int, extra: Mapping[str, Any], *, microbatch: int = 0
+    ) -> float:
         """Begin to write a snapshot. Afterwards the state may be donated.
 
         Args:
             state: pytree of arrays.
             step: steps made before it.
             extra: what else belongs to it, fit for JSON.
+            microbatch: of the step after that, about so many microbatches are finished.
 
         Returns:
             Seconds that the caller had to wait.
@@ -178,7 +201,8 @@ class SnapshotStore:
             for place, leaf in zip(places(state), jax.tree.leaves(state), strict=True)
             if leaf.size
         }
-        partial = self.folder / f"{_WRITING}{_folder_name(step)}"
+        name = _folder_name(step, microbatch)
+        partial = self.folder / f"{_WRITING}{name}"
         try:
             if jax.process_index() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -190,10 +214,10 @@ class SnapshotStore:
             )
         except Exception as error:
             self._discard(partial)
-            raise SnapshotError(_failed(step, error)) from error
-        manifest = Manifest(step, {}, extra)
+            raise SnapshotError(_failed(name, error)) from error
+        manifest = Manifest(step, microbatch, {}, extra)
         self._thread = threading.Thread(
-            target=self._finish, args=(partial, manifest, copies), name=f"snapshot of step {step}"
+            target=self._finish, args=(partial, manifest, copies), name=f"snapshot {name}"
         )
         self._thread.start()
         return time.perf_counter() - started
@@ -245,7 +269,7 @@ class SnapshotStore:
                 _wait_for(final)
         except BaseException as error:  # to be raised where somebody sees it
             self._discard(partial)
-            self._error = SnapshotError(_failed(manifest.step, error))
+            self._error = SnapshotError(_failed(partial.name.removeprefix(_WRITING), error))
 
     def _commit(self, partial: Path, final: Path, manifest: Manifest) -> None:
         parts = []
@@ -266,8 +290,8 @@ class SnapshotStore:
     def _retire(self) -> None:
         """Remove what is not to be kept; each vanishes at once."""
         for path in snapshot_folders(self.folder)[: -self._keep_last]:
-            step = int(path.name.partition("-")[2])
-            if self._keep_every is None or step % self._keep_every:
+            step, microbatch = _when(path)
+            if microbatch or self._keep_every is None or step % self._keep_every:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:
@@ -280,8 +304,8 @@ class SnapshotStore:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _folder_name(step: int) -> str:
-    return f"step-{step:08d}"
+def _folder_name(step: int, microbatch: int) -> str:
+    return f"step-{step:08d}" + (f"+{microbatch}" if microbatch else "")
 
 
 def _part(partial: Path, process: int) -> Path:
@@ -316,8 +340,8 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_file())
 
 
-def _failed(step: int, error: BaseException) -> str:
-    return f"the snapshot of step {step} could not be written: {_first_line(error)}"
+def _failed(name: str, error: BaseException) -> str:
+    return f"the snapshot {name} could not be written: {_first_line(error)}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -46,6 +46,7 @@ class TrainOptions:
         eval_every: steps between validations; 0 for one at the end only.
         snapshot_every_steps: steps between snapshots, of which the last is that of the last step; 0
             for none.
+        snapshot_every_microbatches: microbatches between snapshots within a step; None for none.
         keep_snapshots: how many of the newest stay.
         keep_every: of the others those stay whose step is a multiple of this; None for none.
         snapshot_errors: whether the run is to `end` or to `go-on` if a snapshot cannot be written.
@@ -82,6 +83,7 @@ class TrainOptions:
     seed: int = 0
     eval_every: int = 100
     snapshot_every_steps: int = 100
+    snapshot_every_microbatches: int | None = None
     keep_snapshots: int = 3
     keep_every: int | None = None
     snapshot_errors: str = "end"
@@ -104,8 +106,8 @@ ONEBIT_ADAM = "onebit-adam"
 FREE = frozenset(
     """
     mesh data steps microbatches schedule chunks recompute eval_every snapshot_every_steps
-    keep_snapshots keep_every snapshot_errors resume out platform dry_run distributed coordinator
-    num_processes process_id
+    snapshot_every_microbatches keep_snapshots keep_every snapshot_errors resume out platform
+    dry_run distributed coordinator num_processes process_id
     """.split()
 )
 """Options in which a run may differ from the one that it goes on with. Of the data it is not the
@@ -206,6 +208,12 @@ def parse_options(argv: Sequence[str] | None = None) -> TrainOptions:
         "--snapshot-every-steps",
         "steps between snapshots; 0 for none",
         type=whole_number(0),
+        metavar="N",
+    )
+    add(
+        "--snapshot-every-microbatches",
+        "microbatches between snapshots within a step; none for none",
+        type=positive,
         metavar="N",
     )
     add("--keep-snapshots", "how many of the newest stay", type=positive, metavar="N")

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jpipe.snapshot import DamageError, Snapshot, SnapshotError, newest_good, read_snapshot
 from jpipe.train.options import FREE, FREE_IF_NAMED, TrainOptions
 
@@ -60,6 +62,13 @@ def identity(options: TrainOptions) -> dict[str, Any]:
     shared = {k: v for k, v in dataclasses.asdict(options).items() if k not in FREE}
     fit: dict[str, Any] = json.loads(json.dumps(shared))
     return fit
+
+
+def identity_within_a_step(options: TrainOptions) -> dict[str, Any]:
+    """What a run to go on with in the middle of a step must share beside; fit for JSON."""
+    names = ("mesh", "schedule", "chunks", "microbatches", "recompute")
+    shared = {name: getattr(options, name) for name in names}
+    return {**shared, "every": options.snapshot_every_microbatches, "jax": jax.__version__}
 
 
 def check_same(options: TrainOptions, before: dict[str, Any], where: str) -> None:

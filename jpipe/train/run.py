@@ -21,13 +21,13 @@ from jpipe.train.plot import draw_losses
 from jpipe.train.report import describe_loss, describe_phases, make_progress, print_header
 from jpipe.train.run_snapshots import RunSnapshots
 from jpipe.train.setup import Setup
+from jpipe.train.stepper import Stepper
 from jpipe.train_step import (
     Metrics,
     TrainState,
     abstract_train_state,
     init_train_state,
     make_reference_step,
-    make_train_step,
 )
 
 
@@ -38,7 +38,7 @@ class NotFiniteError(ArithmeticError):
 class Programs(NamedTuple):
     """The compiled programs of a run, and what a step needs of memory."""
 
-    step: Any
+    stepper: Stepper
     evaluate: Any
     memory: Memory
     memory_alone: Memory | None
@@ -83,9 +83,9 @@ class Run:
                 if setup.options.dry_run:
                     return INTERRUPTED if interrupt.requested else 0
                 with self._phase("making the state"):
-                    state = self._first_state()
+                    state, within = self._first_state(programs)
             try:
-                state = self._train(state, programs, interrupt)
+                state = self._train(state, within, programs, interrupt)
                 if interrupt.terminated:
                     return TERMINATED
                 self._finish(state, programs, interrupt, started)
@@ -95,8 +95,8 @@ class Run:
                 return FAILED
         return INTERRUPTED if interrupt.requested else 0
 
-    def _first_state(self) -> TrainState:
-        """A fresh one, or that of the snapshot to go on from."""
+    def _first_state(self, programs: Programs) -> tuple[TrainState, tuple[Any, int] | None]:
+        """A fresh one, or that of the snapshot to go on from, and what is held within its step."""
         setup = self.setup
         state = init_train_state(
             setup.task.init,
@@ -104,14 +104,14 @@ class Run:
             setup.mesh,
             partition=setup.task.model.stages.partition,
         )
-        state = self.snapshots.restore(state)
+        state, within = self.snapshots.restore(state, programs.stepper.carry)
         for row in setup.folder.rewind(int(state.step)):
             self.skipped += row.get("skipped", False)
             if "loss" in row:
                 self.losses[row["step"]] = row["loss"]
             if "validation_loss" in row:
                 self.validation[row["step"]] = row["validation_loss"]
-        return jax.block_until_ready(state)
+        return jax.block_until_ready(state), within
 
     def _compile(self) -> Programs:
         setup, task = self.setup, self.setup.task
@@ -126,13 +126,12 @@ class Run:
         sharding = batch_sharding(setup.mesh)
         num_validation = task.validation[0].shape[0]
         with self._phase("tracing the step"):
-            step = make_train_step(stages, task.loss, setup.optimizer, setup.mesh, setup.schedule)
             state = abstract_train_state(
                 task.init, setup.optimizer, setup.mesh, partition=stages.partition
             )
-            lowered = step.lower(state, *batch(setup.options.microbatches, sharding))
+            stepper = Stepper(setup, state, batch(setup.options.microbatches, sharding))
         with self._phase("compiling the step"):
-            compiled_step = setup.compile(lowered)
+            stepper.compile()
         with self._phase("compiling the evaluation"):
             evaluate = pipeline_evaluate(
                 task.model.eval_stages, task.loss, setup.mesh, has_aux=True
@@ -142,9 +141,9 @@ class Run:
                 evaluate.lower(state.params, *of_validation, state.model_state)
             )
         return Programs(
-            step=compiled_step,
+            stepper=stepper,
             evaluate=compiled_evaluate,
-            memory=memory_of(compiled_step),
+            memory=memory_of(stepper.compiled),
             memory_alone=self._memory_alone(batch(setup.options.microbatches, None)),
         )
 
@@ -158,7 +157,13 @@ class Run:
             state = abstract_train_state(task.init, optimizer)
             return memory_of(self.setup.compile(alone.lower(state, *batch)))
 
-    def _train(self, state: TrainState, programs: Programs, interrupt: Interrupt) -> TrainState:
+    def _train(
+        self,
+        state: TrainState,
+        within: tuple[Any, int] | None,
+        programs: Programs,
+        interrupt: Interrupt,
+    ) -> TrainState:
         setup, options = self.setup, self.setup.options
         items = options.batch_size * setup.task.items_per_example
         rate_name = f"{'token' if setup.task.item == 'byte' else setup.task.item}s_per_s"
@@ -169,11 +174,16 @@ class Run:
                 if interrupt.requested:
                     break
                 self.snapshots.poll()
-                started = time.perf_counter()
+                started, cursor = time.perf_counter(), setup.task.batches.get_state()
                 batch = place_batch(
                     setup.mesh, setup.task.next_step(setup.rows), setup.microbatch_size
                 )
-                state, metrics = programs.step(state, *batch)
+                state, metrics = programs.stepper.take(
+                    state, batch, cursor, self.snapshots, within, lambda: interrupt.terminated
+                )
+                within = None
+                if metrics is None:
+                    break
                 loss = float(metrics.loss)  # waits for the step
                 seconds = time.perf_counter() - started
                 rate = items / seconds

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 from jpipe.snapshot import MismatchError, SnapshotError, SnapshotStore
-from jpipe.train.resume import FOLDER, identity
+from jpipe.train.resume import FOLDER, identity, identity_within_a_step
 from jpipe.train.setup import Setup
 from jpipe.train_step import TrainState
+
+_STATE, _CARRY = "state", "carry"
 
 
 class RunSnapshots:
@@ -22,50 +24,94 @@ class RunSnapshots:
         options = setup.options
         self._setup, self._say = setup, say
         self._every = options.snapshot_every_steps
-        self._last: int | None = None  # step of the newest
-        self._blocked: list[float] = []
+        self._newest: tuple[int, int] | None = None  # step and microbatch
+        self._waited: list[dict[str, Any]] = []
         self._store: SnapshotStore | None = None
-        if self._every and not options.dry_run:
+        if (self._every or options.snapshot_every_microbatches) and not options.dry_run:
             self._store = SnapshotStore(
                 setup.folder.path / FOLDER,
                 keep_last=options.keep_snapshots,
                 keep_every=options.keep_every,
             )
 
-    def restore(self, state: TrainState) -> TrainState:
-        """The state of the snapshot to go on from, laid out as a fresh one is; or the fresh one.
+    def restore(self, state: TrainState, carry: Any | None) -> tuple[TrainState, Any | None]:
+        """What the run goes on from: a state, and in the middle of a step what is held there.
+
+        Args:
+            state: a fresh one.
+            carry: shapes and shardings of what is held within a step; None if that is not asked
+                for.
+
+        Returns:
+            The snapshot's state, laid out as the fresh one is, or the fresh one; and what is held
+            within a step with the segment that comes next, or None.
 
         Raises:
             ValueError: if the snapshot is that of another model.
         """
         snapshot = self._setup.snapshot
         if snapshot is None:
-            return state
+            return state, None
         try:
             restored: TrainState
-            restored, left = snapshot.restore(state)
+            restored, left = snapshot.restore(state, f"['{_STATE}']")
         except MismatchError as error:
             raise ValueError(f"{snapshot.path} does not fit: {error}") from error
-        step = snapshot.manifest.step
-        self._last = step
-        self._say(f"going on after step {step}, from {snapshot.path}")
+        manifest, within = snapshot.manifest, None
+        if manifest.microbatch:
+            within = self._restore_within(carry)
+        self._newest = (manifest.step, manifest.microbatch if within else 0)
+        where = f"within step {manifest.step + 1}" if within else f"after step {manifest.step}"
+        self._say(f"going on {where}, from {snapshot.path}")
+        if manifest.microbatch and not within:
+            self._say(
+                f"it was taken about {manifest.microbatch} microbatches later, within a step that "
+                "is cut in another way now; these are computed again"
+            )
         if left:
             self._say(
                 "the mesh is another one: what the compression of gradients had not said yet is "
                 "forgotten"
             )
-        return restored
+        return restored, within
+
+    def _restore_within(self, carry: Any | None) -> tuple[Any, int] | None:
+        snapshot = self._setup.snapshot
+        assert snapshot is not None
+        within = snapshot.manifest.extra["within"]
+        if carry is None or within["identity"] != identity_within_a_step(self._setup.options):
+            return None
+        try:
+            return snapshot.restore(carry, f"['{_CARRY}']")[0], within["next"]
+        except MismatchError:
+            return None
+
+    def within_step(
+        self, state: TrainState, carry: Any, following: int, microbatch: int, cursor: dict[str, int]
+    ) -> None:
+        """Take a snapshot between two segments of a step.
+
+        Args:
+            state: what the step began with.
+            carry: what is held within it.
+            following: index of the next segment.
+            microbatch: about so many are finished.
+            cursor: where in the data the step began.
+        """
+        identity = identity_within_a_step(self._setup.options)
+        extra = {"data": cursor, "within": {"next": following, "identity": identity}}
+        self._save({_STATE: state, _CARRY: carry}, int(state.step), extra, microbatch)
 
     def after_step(self, state: TrainState, step: int) -> None:
         """Take a snapshot if it is time for one."""
         if self._every and step % self._every == 0:
-            self._save(state, step)
+            self._save_state(state, step)
 
     def at_the_end(self, state: TrainState) -> None:
         """Take the last one, and wait until it is written."""
         step = int(state.step)
-        if self._store is not None and step and step != self._last:
-            self._save(state, step)
+        if step and (self._newest is None or self._newest[0] < step):
+            self._save_state(state, step)
         self._try(lambda store: store.wait())
 
     def poll(self) -> None:
@@ -77,19 +123,24 @@ class RunSnapshots:
         self._try(lambda store: store.close())
 
     def summary(self) -> dict[str, Any]:
-        """What summary.json says of them."""
-        return {"snapshots": len(self._blocked), "seconds_waited_for_snapshots": sum(self._blocked)}
+        """What summary.json says of them: how long the run waited for each."""
+        return {"snapshots": self._waited}
 
-    def _save(self, state: TrainState, step: int) -> None:
-        extra = {
+    def _save_state(self, state: TrainState, step: int) -> None:
+        self._save({_STATE: state}, step, {"data": self._setup.task.batches.get_state()}, 0)
+
+    def _save(self, tree: Any, step: int, extra: dict[str, Any], microbatch: int) -> None:
+        extra |= {
             "options": identity(self._setup.options),
-            "data": self._setup.task.batches.get_state(),
             "taken": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
 
         def save(store: SnapshotStore) -> None:
-            self._blocked.append(store.save(state, step, extra))
-            self._last = step
+            seconds = store.save(tree, step, extra, microbatch=microbatch)
+            self._newest = (step, microbatch)
+            self._waited.append(
+                {"step": step, "microbatch": microbatch, "seconds_waited": round(seconds, 6)}
+            )
 
         self._try(save)
 

@@ -116,6 +116,7 @@ def prepare(options: TrainOptions) -> Setup:
     _check_processes(mesh)
     rows = own_rows(mesh, microbatch_size)
     task.place(mesh, schedule.num_chunks)
+    _check_segments(options, mesh, task)
     snapshot = find_snapshot(options)  # uses JAX, so not before its devices are chosen
     _check_finished(options, snapshot)
     if snapshot is not None:
@@ -167,6 +168,27 @@ def _goes_on(options: TrainOptions, snapshot: Snapshot | None) -> bool:
         return False
     check_same(options, before, str(folder))
     return True
+
+
+def _check_segments(options: TrainOptions, mesh: Mesh, task: Task) -> None:
+    """Refuse snapshots within a step where there is no within, or XLA holds what is in it."""
+    every = options.snapshot_every_microbatches
+    if every is None:
+        return
+    asked = f"--snapshot-every-microbatches {every}"
+    if every >= options.microbatches:
+        raise ValueError(
+            f"{asked} must be below --microbatches {options.microbatches}, for there to be one "
+            "within a step"
+        )
+    has_state = not isinstance(jax.eval_shape(task.init), Params)
+    divided = mesh.shape[DATA] > 1 and has_state and options.compression == "none"
+    if mesh.shape[MODEL] > 1 or divided:
+        raise ValueError(
+            f"{asked} needs a mesh of stages and data on which every device runs a program of its "
+            f"own; on --mesh {options.mesh} XLA divides the work of --model {options.model}: leave "
+            "it out"
+        )
 
 
 def _set_cursor(task: Task, snapshot: Snapshot) -> None:

@@ -192,7 +192,7 @@ def test_the_same_step_again(tmp_path):
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     store = SnapshotStore(tmp_path / "file")
-    with pytest.raises(SnapshotError, match="snapshot of step 1 could not be written"):
+    with pytest.raises(SnapshotError, match="snapshot step-00000001 could not be written"):
         store.save(STATE, 1, EXTRA)
     store.close()
 
@@ -229,7 +229,7 @@ store.close()
 print(newest_good(folder).manifest.step)
 """)
     )
-    assert said.startswith("error: the snapshot of step 2 could not be written:")
+    assert said.startswith("error: the snapshot step-00000002 could not be written:")
     assert said.endswith("['step-00000001'] 1 3")
 
 

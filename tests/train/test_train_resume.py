@@ -9,6 +9,7 @@ import time
 import pytest
 from train.test_train_run import SMALL, metrics, run_command, train
 
+from jpipe.snapshot import snapshot_folders
 from jpipe.train.__main__ import main
 
 EVERY = ["--snapshot-every-steps", "1", "--keep-snapshots", "9"]
@@ -133,6 +134,11 @@ def test_from_another_folder(whole, tmp_path, capsys):
         (["--out", "{whole}", "--steps", "9", "--data", "{text}"], "belongs to other data"),
         (["--resume", "{nothing}"], "there is no snapshot"),
         (["--resume", "{whole}", "--model", "resnet18"], "--model resnet18 instead of gpt"),
+        (["--snapshot-every-microbatches", "2"], "must be below --microbatches 2"),
+        (
+            ["--snapshot-every-microbatches", "1", "--mesh", "1x1x2"],
+            "on --mesh 1x1x2 XLA divides the work",
+        ),
         (["--keep-snapshots", "0"], "--keep-snapshots"),
         (["--snapshot-every-steps", "-1"], "--snapshot-every-steps"),
     ],
@@ -147,6 +153,73 @@ def test_refuses(whole, tmp_path, capsys, arguments, said):
     assert main([*small, "--mesh", "2", "--platform", "cpu", *filled]) == 2
     assert said in capsys.readouterr().err
     assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+WITHIN = ["--mesh", "2", "--batch-size", "12", "--microbatches", "6"]
+WITHIN += ["--snapshot-every-microbatches", "2", "--keep-snapshots", "99"]
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory):
+    """A run whose steps are taken in segments."""
+    return train(tmp_path_factory.mktemp("cut"), *WITHIN, *EVERY[:2])
+
+
+def test_segments_change_no_bit(cut, tmp_path):
+    whole = train(tmp_path, *WITHIN[:6])
+    assert_same_run(cut, whole)
+    names = [path.name for path in snapshot_folders(cut / "snapshots")]
+    assert names[:4] == [
+        "step-00000000+2",
+        "step-00000000+4",
+        "step-00000000+6",
+        "step-00000001",
+    ]
+    summary = json.loads((cut / "summary.json").read_text())
+    assert [s["step"] for s in summary["snapshots"]][:4] == [0, 0, 0, 1]
+    assert all(s["seconds_waited"] > 0 for s in summary["snapshots"])
+
+
+def left_with(cut, tmp_path, last, name="run"):
+    """A copy as if killed right after a snapshot."""
+    folder = tmp_path / name
+    shutil.copytree(cut, folder)
+    found = snapshot_folders(folder / "snapshots")
+    keep = [path.name for path in found].index(last)
+    for path in found[keep + 1 :]:
+        shutil.rmtree(path)
+    (folder / "summary.json").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("last", ["step-00000000+2", "step-00000002+4", "step-00000004+6"])
+def test_goes_on_within_a_step_bit_by_bit(cut, tmp_path, capsys, last):
+    folder = left_with(cut, tmp_path, last)
+    assert train(tmp_path, *WITHIN, *EVERY[:2]) == folder
+    step = int(last[5:13]) + 1
+    assert f"going on within step {step}" in capsys.readouterr().out
+    assert_same_run(folder, cut)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [["--mesh", "3"], ["--schedule", "1f1b-overlap"], ["--snapshot-every-microbatches", "3"]],
+    ids=" ".join,
+)
+def test_falls_back_to_the_start_of_the_step(cut, tmp_path, capsys, changed):
+    folder = left_with(cut, tmp_path, "step-00000002+4")
+    train(tmp_path, *WITHIN, *EVERY[:2], *changed)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "going on after step 2" in out
+    assert "about 4 microbatches later" in out
+    for row, expected in zip(metrics(folder), metrics(cut), strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], rel=2e-6)
+
+
+def test_falls_back_if_it_is_to_be_taken_at_once(cut, tmp_path):
+    folder = left_with(cut, tmp_path, "step-00000002+4")
+    train(tmp_path, *WITHIN[:6], *EVERY[:2])
+    assert_same_run(folder, cut)
 
 
 def test_without_snapshots(tmp_path):

@@ -247,7 +247,8 @@ def test_option_names_are_frozen():
         "mesh model layers width heads context data vocab_size steps batch_size microbatches "
         "schedule chunks recompute learning_rate seed eval_every out platform dry_run tied "
         "distributed coordinator num_processes process_id precision compression freeze_step "
-        "snapshot_every_steps keep_snapshots keep_every snapshot_errors resume"
+        "snapshot_every_steps snapshot_every_microbatches keep_snapshots keep_every "
+        "snapshot_errors resume"
     )
     assert sorted(vars(TrainOptions())) == sorted(names.split())
     options = parse_options(["--data", "a", "b", "--vocab-size", "7", "--dry-run"])
