@@ -45,7 +45,7 @@ def test_two_exchanges_of_bytes(target, method, share):
     found = exchanges(target, method)
     # A TPU may run one exchange in several steps, a chain, beside other work.
     chains = {
-        (i.opcode.removesuffix("-start"), *re.findall(r'chain_id="\d+"', i.text) or [i.name])
+        (i.opcode.removesuffix("-start"), *(re.findall(r'chain_id="\d+"', i.text) or [i.name]))
         for i in found
     }
     assert sorted(kind for kind, _ in chains) == ["all-gather", "all-to-all"]
