@@ -14,6 +14,10 @@ FAILED = 1
 """Exit status after a loss that is not finite, or a file that cannot be written."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
+CRASHED = 70
+"""Exit status after an error that was not foreseen."""
+WEDGED = 86
+"""Exit status of a process that made no progress and was ended by its watchdog."""
 TERMINATED = 143
 """Exit status after SIGTERM, as shells have it."""
 

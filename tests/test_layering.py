@@ -22,6 +22,7 @@ FLOOR = {
     "jpipe.processes": 0,
     "jpipe.schedule": 0,
     "jpipe.targets": 0,
+    "jpipe.watchdog": 0,
     "jpipe.optim": 1,
     "jpipe.pipeline": 1,
     "jpipe.reference": 1,
@@ -30,6 +31,7 @@ FLOOR = {
     "jpipe.models": 2,
     "jpipe.snapshot": 3,
     "jpipe.train_step": 3,
+    "jpipe.supervise": 4,
     "jpipe.train": 5,
 }
 

@@ -2,9 +2,10 @@
 
 import io
 import sys
+import traceback
 from collections.abc import Sequence
 
-from jpipe.cli import FAILED, INTERRUPTED, refuse
+from jpipe.cli import CRASHED, FAILED, INTERRUPTED, refuse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,20 +16,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0; 1 if the loss was not finite or a file could not be written; 2 for bad
-        input, which one message on stderr explains; 130 if Ctrl-C ended the run early.
+        input, which one message on stderr explains; 70 after an error that was not foreseen; 130 if
+        Ctrl-C and 143 if SIGTERM ended the run early.
     """
     try:
         # Imported here because it takes seconds, during which Ctrl-C should end the command, too.
         from rich.console import Console
 
         from jpipe.processes import is_main
+        from jpipe.supervise import end_with_supervisor, is_supervised
         from jpipe.train.cache import enable_compilation_cache
         from jpipe.train.options import parse_options
+        from jpipe.train.restart import run_and_restart
         from jpipe.train.run import Run
         from jpipe.train.setup import prepare
 
         try:
-            setup = prepare(parse_options(argv))
+            options = parse_options(argv)
+            if options.max_restarts and not is_supervised():
+                return run_and_restart(sys.argv[1:] if argv is None else argv, options)
+            if is_supervised():
+                end_with_supervisor()
+            setup = prepare(options)
         except ValueError as error:
             return refuse(error)
         enable_compilation_cache()
@@ -39,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"error: {error}; the run folder keeps what came before", file=sys.stderr)
         return FAILED
+    except Exception:
+        traceback.print_exc()
+        return CRASHED
     except KeyboardInterrupt:
         print("interrupted at once; the run folder keeps what came before", file=sys.stderr)
         return INTERRUPTED

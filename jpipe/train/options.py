@@ -11,6 +11,7 @@ from jpipe.pipeline import Recompute
 from jpipe.precision import POLICIES
 from jpipe.schedule import SCHEDULES
 from jpipe.schedule.registry import schedule_named
+from jpipe.watchdog import LEAST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,9 @@ class TrainOptions:
         snapshot_errors: whether the run is to `end` or to `go-on` if a snapshot cannot be written.
         resume: `auto` to go on in a run folder that holds a run, `never`, or the folder of another
             run or snapshot to go on from.
+        max_restarts: how often in a row, without a new snapshot, the run is started again if it
+            dies; 0 to let it die.
+        comm_timeout: seconds that a step may take before the run counts as stuck; 0 for any time.
         out: run folder; None for a new one below `runs/`.
         platform: `auto`, `cpu`, `gpu` or `tpu`.
         dry_run: compile, report and stop.
@@ -88,6 +92,8 @@ class TrainOptions:
     keep_every: int | None = None
     snapshot_errors: str = "end"
     resume: str = "auto"
+    max_restarts: int = 0
+    comm_timeout: float = 600.0
     out: str | None = None
     platform: str = "auto"
     dry_run: bool = False
@@ -106,8 +112,8 @@ ONEBIT_ADAM = "onebit-adam"
 FREE = frozenset(
     """
     mesh data steps microbatches schedule chunks recompute eval_every snapshot_every_steps
-    snapshot_every_microbatches keep_snapshots keep_every snapshot_errors resume out platform
-    dry_run distributed coordinator num_processes process_id
+    snapshot_every_microbatches keep_snapshots keep_every snapshot_errors resume max_restarts
+    comm_timeout out platform dry_run distributed coordinator num_processes process_id
     """.split()
 )
 """Options in which a run may differ from the one that it goes on with. Of the data it is not the
@@ -234,6 +240,19 @@ def parse_options(argv: Sequence[str] | None = None) -> TrainOptions:
         "from",
         metavar="auto|never|FOLDER",
     )
+    add(
+        "--max-restarts",
+        "how often in a row, without a new snapshot, to start again what died; 0 for never",
+        type=whole_number(0),
+        metavar="N",
+    )
+    add(
+        "--comm-timeout",
+        f"seconds that a step may take before the run is ended as stuck, at least {LEAST}; 0 for "
+        "any time",
+        type=argument(_timeout),
+        metavar="SECONDS",
+    )
     add("--out", "run folder; none for a new one below runs/", metavar="FOLDER")
     add("--platform", "devices to use", choices=["auto", "cpu", "gpu", "tpu"])
     add("--dry-run", "compile, report memory and schedule, stop", action="store_true")
@@ -243,6 +262,13 @@ def parse_options(argv: Sequence[str] | None = None) -> TrainOptions:
     add("--process-id", "which of them this is, from 0", type=whole_number(0), metavar="N")
     values = vars(parser.parse_args(argv))
     return TrainOptions(**{**values, "data": tuple(values["data"])})
+
+
+def _timeout(text: str) -> float:
+    seconds = number(above=False)(text)
+    if 0 < seconds < LEAST:
+        raise ValueError(f"{text!r} must be at least {LEAST} s, or 0 for any time")
+    return seconds
 
 
 def _own_defaults(argv: Sequence[str] | None) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from jpipe.train_step import (
     init_train_state,
     make_reference_step,
 )
+from jpipe.watchdog import Watchdog
 
 
 class NotFiniteError(ArithmeticError):
@@ -59,6 +60,7 @@ class Run:
         self.validation: dict[int, float] = {}
         self.skipped = 0  # steps that the loss scale skipped
         self.snapshots = RunSnapshots(setup, self._say)
+        self.watchdog = Watchdog(setup.options.comm_timeout or None)
         self.startup: dict[str, float] = {}  # seconds of each phase
         self.yardstick = setup.task.yardstick()
 
@@ -75,6 +77,7 @@ class Run:
             Interrupt() as interrupt,
             contextlib.closing(setup.folder),
             contextlib.closing(self.snapshots),
+            contextlib.closing(self.watchdog),
         ):
             with interrupt.nothing_to_lose():
                 programs = self._compile()
@@ -178,13 +181,14 @@ class Run:
                 batch = place_batch(
                     setup.mesh, setup.task.next_step(setup.rows), setup.microbatch_size
                 )
-                state, metrics = programs.stepper.take(
-                    state, batch, cursor, self.snapshots, within, lambda: interrupt.terminated
-                )
+                with self.watchdog.watch(f"step {step}"):
+                    state, metrics = programs.stepper.take(
+                        state, batch, cursor, self.snapshots, within, lambda: interrupt.terminated
+                    )
+                    if metrics is None:
+                        break
+                    loss = float(metrics.loss)  # waits for the step
                 within = None
-                if metrics is None:
-                    break
-                loss = float(metrics.loss)  # waits for the step
                 seconds = time.perf_counter() - started
                 rate = items / seconds
                 if step == first:

@@ -44,11 +44,7 @@ class RunFolder:
         if not writable:
             self.path = Path(path or "runs")
             return
-        self.path = (
-            Path(path).expanduser()
-            if path
-            else _unused(f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        )
+        self.path = Path(path).expanduser() if path else new_folder(name)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             marks = (_METRICS, _SUMMARY)
@@ -124,8 +120,9 @@ def _line(metrics: Mapping[str, Any]) -> bytes:
     return (json.dumps(metrics, allow_nan=False) + "\n").encode()
 
 
-def _unused(path: str) -> Path:
-    """A folder of this name or, if there is one, of this name and a number; made right here."""
+def new_folder(name: str) -> Path:
+    """A folder below `runs/` with a name of its own, made right here."""
+    path = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for suffix in itertools.chain([""], (f"-{k}" for k in itertools.count(2))):
         try:
             Path(path + suffix).mkdir(parents=True)

@@ -70,6 +70,7 @@ CASES = {
         ["--freeze-step 5", "onebit-adam", "int8"],
     ),
     "no freeze step": (["--freeze-step", "0"], ["--freeze-step", "0"]),
+    "hasty timeout": (["--comm-timeout", "0.1"], ["--comm-timeout", "0.1", "at least 0.5"]),
     "batch over data": (
         ["--batch-size", "12", "--microbatches", "4", "--mesh", "2x2"],
         ["--batch-size 12", "4 x 2 = 8", "8 or 16"],

@@ -1,10 +1,12 @@
 """A run that ended goes on where its last good snapshot was taken, with the same numbers."""
 
 import json
+import os
 import random
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from train.test_train_run import SMALL, metrics, run_command, train
@@ -265,6 +267,40 @@ def test_sigterm_during_the_start_ends_at_once(tmp_path):
     assert process.returncode == 143, out
     assert time.monotonic() - asked < 3
     assert "before there was anything to write" in out
+
+
+def worker_of(supervisor):
+    """The process that a supervisor watches."""
+    children = Path(f"/proc/{supervisor.pid}/task/{supervisor.pid}/children")
+    return int(children.read_text().split()[0])
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
+def test_a_run_is_started_again_by_itself(long, tmp_path, number):
+    process = run_command(
+        tmp_path, *LONG, "--out", "run", "--max-restarts", "2", "--comm-timeout", "5"
+    )
+    wait_for_lines(process, tmp_path / "run", 7)
+    os.kill(worker_of(process), number)
+    out, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, out
+    assert "supervisor: it was ended by SIGKILL; starting it again" in out
+    assert "going on after step" in out
+    assert_same_run(tmp_path / "run", long)
+
+
+def test_sigterm_to_a_supervisor_takes_a_snapshot_too(tmp_path):
+    process = run_command(tmp_path, *LONG, "--out", "run", "--steps", "4000", "--max-restarts", "2")
+    wait_for_lines(process, tmp_path / "run", 3)
+    worker = worker_of(process)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, out
+    assert not Path(f"/proc/{worker}").exists()
+    newest = snapshot_folders(tmp_path / "run" / "snapshots")[-1]
+    assert newest.name == f"step-{metrics(tmp_path / 'run')[-1]['step']:08d}"
 
 
 def kill_and_go_on(tmp_path, kills, seed):

@@ -1,0 +1,160 @@
+"""What dies is started again; what ends by itself is not; nothing is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from jpipe.supervise import supervise
+
+
+def script(tmp_path, code):
+    """A command that counts its starts in a file."""
+    path = tmp_path / "script.py"
+    counts = f"""
+import os, signal, sys, time
+from pathlib import Path
+folder = Path({str(tmp_path)!r})
+with (folder / "starts").open("a") as file:
+    file.write("x")
+start = len((folder / "starts").read_text())
+"""
+    path.write_text(counts + textwrap.dedent(code))
+    return [sys.executable, str(path)]
+
+
+def run(tmp_path, code, max_restarts=3, **settings):
+    said = []
+    status = supervise(
+        script(tmp_path, code),
+        max_restarts=max_restarts,
+        progress=lambda: sorted(p.name for p in tmp_path.glob("progress-*")),
+        say=said.append,
+        first_delay=0.01,
+        **settings,
+    )
+    return status, len((tmp_path / "starts").read_text()), said
+
+
+@pytest.mark.parametrize("status", [0, 1, 2, 130, 143])
+def test_what_ends_by_itself_has_ended(tmp_path, status):
+    assert run(tmp_path, f"sys.exit({status})") == (status, 1, [])
+
+
+@pytest.mark.parametrize(
+    ("death", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "ended by SIGKILL"),
+        ("os.abort()", "ended by SIGABRT"),
+        ("sys.exit(70)", "status 70"),
+        ("sys.exit(86)", "status 86"),
+    ],
+)
+def test_what_dies_is_started_again(tmp_path, death, said):
+    status, starts, lines = run(tmp_path, f"if start < 3: {death}")
+    assert (status, starts) == (0, 3)
+    assert said in lines[0]
+    assert "restart 2 of 3" in lines[1]
+
+
+def test_a_crash_loop_is_given_up(tmp_path):
+    status, starts, lines = run(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert (status, starts) == (137, 4)
+    assert "no progress in 4 starts: giving up" in lines[-1]
+
+
+def test_with_progress_the_count_begins_again(tmp_path):
+    code = """
+    (folder / f"progress-{start}").touch()
+    if start < 9: os.kill(os.getpid(), signal.SIGKILL)
+    """
+    status, starts, lines = run(tmp_path, code, max_restarts=1)
+    assert (status, starts) == (0, 9)
+    assert all("restart 1 of 1" in line for line in lines)
+
+
+def test_delays_double(tmp_path):
+    began = time.monotonic()
+    _, _, lines = run(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", max_restarts=5)
+    assert [line.split(" in ")[1].split(" ")[0] for line in lines[:-1]] == [
+        "0.01",
+        "0.02",
+        "0.04",
+        "0.08",
+        "0.16",
+    ]
+    assert time.monotonic() - began < 20
+
+
+def test_what_is_stopped_is_killed_and_started_again(tmp_path):
+    code = "if start == 1: os.kill(os.getpid(), signal.SIGSTOP)"
+    status, starts, lines = run(tmp_path, code, patience=0.3)
+    assert (status, starts) == (0, 2)
+    assert "stopped for 0.3 s" in lines[0]
+
+
+SUPERVISOR = """
+import sys
+from jpipe.supervise import supervise
+command = {command!r}
+sys.exit(supervise(command, max_restarts=3, progress=lambda: 0, say=print))
+"""
+
+
+def start_supervisor(tmp_path, code):
+    command = script(tmp_path, code)
+    process = subprocess.Popen([sys.executable, "-c", SUPERVISOR.format(command=command)])
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return process, int((tmp_path / "pid").read_text())
+
+
+def wait_until_gone(pid):
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.02)
+    pytest.fail("an orphan is left")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_handed_on_and_end_it(tmp_path, number):
+    code = f"""
+    def end(*_):
+        (folder / "heard").touch()
+        sys.exit(7)
+    signal.signal({int(number)}, end)
+    (folder / "part").write_text(str(os.getpid()))
+    os.replace(folder / "part", folder / "pid")
+    time.sleep(60)
+    """
+    process, pid = start_supervisor(tmp_path, code)
+    process.send_signal(number)
+    assert process.wait(timeout=20) == 7
+    assert (tmp_path / "heard").exists()
+    wait_until_gone(pid)
+
+
+def test_no_orphan_is_left_if_the_supervisor_is_killed(tmp_path):
+    code = """
+    from jpipe.supervise import end_with_supervisor, is_supervised
+    assert is_supervised()
+    end_with_supervisor()
+    (folder / "part").write_text(str(os.getpid()))
+    os.replace(folder / "part", folder / "pid")
+    time.sleep(60)
+    """
+    process, pid = start_supervisor(tmp_path, code)
+    process.kill()
+    process.wait()
+    wait_until_gone(pid)

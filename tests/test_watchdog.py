@@ -1,0 +1,45 @@
+"""What makes no progress is named and ended."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jpipe.cli import WEDGED
+from jpipe.watchdog import Watchdog
+
+STUCK = """
+import time
+from jpipe.watchdog import Watchdog
+watchdog = Watchdog(0.5)
+with watchdog.watch("step 11"):
+    pass
+time.sleep(1)  # nothing is watched here
+def a_place_to_be_stuck_in():
+    time.sleep(60)
+with watchdog.watch("step 12"):
+    a_place_to_be_stuck_in()
+"""
+
+
+def test_what_is_stuck_is_ended_with_its_stacks():
+    began = time.monotonic()
+    run = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=50)
+    assert run.returncode == WEDGED
+    assert time.monotonic() - began < 30
+    assert "step 12 was not done after 0.5 s" in run.stderr
+    assert "a_place_to_be_stuck_in" in run.stderr
+    assert "step 11" not in run.stderr
+
+
+def test_off():
+    watchdog = Watchdog(None)
+    with watchdog.watch("anything"):
+        pass
+    watchdog.close()
+
+
+def test_refuses():
+    with pytest.raises(ValueError, match=r"seconds=0\.1 must be at least 0\.5"):
+        Watchdog(0.1)
