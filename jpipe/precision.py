@@ -82,7 +82,7 @@ def computes_in(
     Args:
         dtype: what floating-point arguments are cast to, in pytrees, too.
         result: what floating-point results are cast to; None for the narrowest dtype of the
-            arguments, that of the activations, or for `dtype` if there are none.
+            arguments, or for `dtype` if there are none.
 
     Returns:
         A decorator.
@@ -96,7 +96,7 @@ def computes_in(
             args, kwargs = cast((args, kwargs), dtype)
             return cast(function(*args, **kwargs), after)
 
-        setattr(run, _DECLARED, dtype)
+        setattr(run, _DECLARED, True)
         return run
 
     return decorate

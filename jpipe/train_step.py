@@ -359,7 +359,8 @@ def _update(
     arguments = _arguments(state, inputs, targets)
     scale = arguments[-1]
     (value, aux), grads, *rest = value_and_grad(*arguments)
-    norm = optax.tree.norm(grads) / replicas**0.5
+    unscaled = grads if scale is None else jax.tree.map(lambda g: g / scale, grads)
+    norm = optax.tree.norm(unscaled) / replicas**0.5
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     model_state = rest[0] if rest else None
@@ -370,4 +371,4 @@ def _update(
         skipped = after.skipped_in_a_row > 0
         model_state = keep_if(~skipped, model_state, state.model_state)
     new = TrainState(state.step + 1, params, opt_state, model_state, state.key)
-    return new, Metrics(value, norm / scale, aux, scale, skipped)
+    return new, Metrics(value, norm, aux, scale, skipped)

@@ -87,9 +87,11 @@ def dynamic_loss_scale(
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: Tree) -> LossScaleState:
-        none = jnp.zeros((), jnp.int32)
+        # Arrays of their own for all, so that they can be donated.
+        none, in_a_row, in_all = (jnp.zeros((), jnp.int32) for _ in range(3))
+        wide = jax.tree.map(_at_least_float32, params)  # as the gradients will be
         return LossScaleState(
-            jnp.float32(init), jnp.float32(min_scale), none, none, none, inner.init(params)
+            jnp.float32(init), jnp.float32(min_scale), none, in_a_row, in_all, inner.init(wide)
         )
 
     def update_fn(
@@ -121,9 +123,18 @@ def dynamic_loss_scale(
 
 
 def loss_scale_state(opt_state: optax.OptState) -> LossScaleState | None:
-    """The state of a `dynamic_loss_scale` within an optimizer's state; None if there is none."""
+    """The state of a `dynamic_loss_scale` within an optimizer's state; None if there is none.
+
+    Raises:
+        ValueError: if there are several.
+    """
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, LossScaleState))
     found = [node for node in nodes if isinstance(node, LossScaleState)]
+    if len(found) > 1:
+        raise ValueError(
+            f"the optimizer has {len(found)} loss scales, but there is one loss; put one "
+            "dynamic_loss_scale around all of it"
+        )
     return found[0] if found else None
 
 

@@ -99,10 +99,17 @@ def scale_by_onebit_adam(
     memory = 0 if freeze_step is not None else max(1, round(1 / (1 - b2)))
 
     def init_fn(params: Tree) -> OneBitAdamState:
-        none = jnp.zeros((), jnp.int32)
-        norms = jnp.zeros(memory, jnp.float32)
-        zeros = optax.tree.zeros_like
-        return OneBitAdamState(none, none, zeros(params), zeros(params), norms, onebit.init(params))
+        def zeros(p: jax.Array) -> jax.Array:
+            return jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32))
+
+        return OneBitAdamState(
+            count=jnp.zeros((), jnp.int32),
+            frozen_at=jnp.zeros((), jnp.int32),
+            mu=jax.tree.map(zeros, params),
+            nu=jax.tree.map(zeros, params),
+            norms=jnp.zeros(memory, jnp.float32),
+            reduction=onebit.init(params),
+        )
 
     def update_fn(
         updates: Tree, state: OneBitAdamState, params: Tree | None = None
@@ -142,7 +149,7 @@ def scale_by_onebit_adam(
     ) -> tuple[jax.Array | bool, jax.Array]:
         """Whether the variance is to be frozen after this update."""
         if freeze_step is not None:
-            return count == freeze_step, norms
+            return count >= freeze_step, norms
         norm = optax.tree.sum(nu).astype(jnp.float32)
         slot = count % memory
         before = norms[slot]

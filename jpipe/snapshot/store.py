@@ -4,7 +4,9 @@ Orbax writes and reads the arrays, but gives back whatever it finds in its files
 every array has a checksum in a manifest, which is compared before anything is used.
 """
 
+import contextlib
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -111,7 +113,8 @@ def snapshot_folders(folder: Path) -> list[Path]:
     """The folders of snapshots in a folder, oldest first; they may be damaged."""
     if not folder.is_dir():
         return []
-    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_when)
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=_when)
 
 
 def _when(path: Path) -> tuple[int, int]:
@@ -193,14 +196,20 @@ class SnapshotStore:
 
         Raises:
             SnapshotError: if this snapshot cannot be begun, or the one before was not finished.
+            ValueError: if there is nothing to save, or what is no `jax.Array`.
         """
         started = time.perf_counter()
+        if step < 0 or microbatch < 0:
+            raise ValueError(f"step={step} and microbatch={microbatch} must not be negative")
+        extra = json.loads(json.dumps(extra, allow_nan=False))  # as it is now
         self.wait()
         arrays = {
             place.name: (place, raw(leaf))
-            for place, leaf in zip(places(state), jax.tree.leaves(state), strict=True)
+            for place, leaf in zip(places(state), _leaves(state), strict=True)
             if leaf.size
         }
+        if not arrays:
+            raise ValueError("state holds no numbers; there is nothing to save")
         name = _folder_name(step, microbatch)
         partial = self.folder / f"{_WRITING}{name}"
         try:
@@ -252,7 +261,20 @@ class SnapshotStore:
         try:
             self.wait()
         finally:
-            self._checkpointer.close()
+            with contextlib.suppress(Exception):  # of a snapshot that failed, which was said
+                self._checkpointer.close()
+
+    def forget_after(self, step: int, microbatch: int) -> None:
+        """Remove the snapshots after one from which a run goes on: they are of another life.
+
+        Args:
+            step: steps made before that one.
+            microbatch: about so many microbatches of the next were finished.
+        """
+        if jax.process_index() == 0:
+            for path in snapshot_folders(self.folder):
+                if _when(path) > (step, microbatch):
+                    self._remove(path)
 
     def _finish(self, partial: Path, manifest: Manifest, copies: Copies) -> None:
         """In the background: checksums, the rest of the arrays, and then the snapshot's name."""
@@ -268,8 +290,16 @@ class SnapshotStore:
             else:
                 _wait_for(final)
         except BaseException as error:  # to be raised where somebody sees it
+            with contextlib.suppress(Exception):
+                self._checkpointer.wait_until_finished()  # it may still be writing
             self._discard(partial)
             self._error = SnapshotError(_failed(partial.name.removeprefix(_WRITING), error))
+            return
+        try:
+            if jax.process_index() == 0:
+                self._retire(final)
+        except OSError as error:
+            self._error = SnapshotError(f"an old snapshot could not be removed: {error}")
 
     def _commit(self, partial: Path, final: Path, manifest: Manifest) -> None:
         parts = []
@@ -281,16 +311,20 @@ class SnapshotStore:
         whole = dataclasses.replace(manifest, leaves=merge(parts))
         write_atomically(partial / FILE, whole.to_bytes())
         _sync(partial)
+        before = self.folder / f"{_DELETED}{final.name}"
         if final.exists():  # of an earlier run to the same step, and perhaps damaged
-            self._remove(final)
+            shutil.rmtree(before, ignore_errors=True)
+            os.replace(final, before)
         os.replace(partial, final)
-        _sync_folder(self.folder)
-        self._retire()
+        _sync_one(self.folder)
+        shutil.rmtree(before, ignore_errors=True)
 
-    def _retire(self) -> None:
+    def _retire(self, newest: Path) -> None:
         """Remove what is not to be kept; each vanishes at once."""
         for path in snapshot_folders(self.folder)[: -self._keep_last]:
             step, microbatch = _when(path)
+            if path == newest:
+                continue
             if microbatch or self._keep_every is None or step % self._keep_every:
                 self._remove(path)
 
@@ -323,21 +357,26 @@ def _wait_for(path: Path) -> None:
 
 def _sync(folder: Path) -> None:
     """Let nothing of a folder wait in the operating system's memory."""
-    for path in _files(folder):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    for path in (*folder.rglob("*"), folder):
+        _sync_one(path)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*") if path.is_file())
+def _leaves(state: Tree) -> Iterator[jax.Array]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if not isinstance(leaf, jax.Array):
+            raise ValueError(
+                f"state{jax.tree_util.keystr(path)} is a {type(leaf).__name__}; make it a "
+                "jax.Array, or put it into extra"
+            )
+        yield leaf
 
 
 def _failed(name: str, error: BaseException) -> str:

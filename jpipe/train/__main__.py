@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rich.console import Console
 
         from jpipe.processes import is_main
+        from jpipe.snapshot import MismatchError
         from jpipe.supervise import end_with_supervisor, is_supervised
         from jpipe.train.cache import enable_compilation_cache
         from jpipe.train.options import parse_options
@@ -44,7 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a picture must not end a run
         console = Console(markup=False, highlight=False, quiet=not is_main())
-        return Run(setup, console).execute()
+        try:
+            return Run(setup, console).execute()
+        except MismatchError as error:
+            return refuse(error)
     except OSError as error:
         print(f"error: {error}; the run folder keeps what came before", file=sys.stderr)
         return FAILED

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType, TracebackType
 
-from jpipe.cli import TERMINATED
+from jpipe.cli import INTERRUPTED, TERMINATED
 
 
 class Interrupt:
@@ -27,7 +27,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.requested = self.terminated = False
-        self._expendable = False
+        self._expendable = self._interrupted = False
 
     def __enter__(self) -> "Interrupt":
         self._before = {
@@ -50,6 +50,13 @@ class Interrupt:
             signal.signal(number, handler)
         self._writer.close()  # the watching thread reads its end
 
+    @property
+    def status(self) -> int:
+        """The exit status that this makes for; 0 without a signal."""
+        if self.terminated:
+            return TERMINATED
+        return INTERRUPTED if self.requested else 0
+
     @contextlib.contextmanager
     def nothing_to_lose(self) -> Iterator[None]:
         """While entered, SIGTERM ends the process at once."""
@@ -71,7 +78,7 @@ class Interrupt:
         if number == signal.SIGTERM:
             self.requested = self.terminated = True
             return
-        if self.requested:
+        if self._interrupted:
             raise KeyboardInterrupt
-        self.requested = True
+        self.requested = self._interrupted = True
         sys.stderr.write("\nending after the step at hand; Ctrl-C again ends at once\n")

@@ -29,24 +29,30 @@ def find_snapshot(options: TrainOptions) -> Snapshot | None:
     """
     if options.resume == "never":
         return None
-    if options.resume == "auto":
-        if options.out is None:
-            return None
-        where = Path(options.out).expanduser()
-    else:
-        where = Path(options.resume).expanduser()
+    own = Path(options.out).expanduser() if options.out else None
+    named = None if options.resume == "auto" else Path(options.resume).expanduser()
     try:
-        snapshot = _read(where)
+        snapshot = None
+        # What this very run has left comes first, so that the same command can be given again;
+        # unless it is one of these that is named.
+        if own is not None and (named is None or not named.resolve().is_relative_to(own.resolve())):
+            snapshot = newest_good(own / FOLDER)
+        if snapshot is None and named is not None:
+            snapshot = _read(named)
     except (DamageError, SnapshotError) as error:
         raise ValueError(f"--resume {options.resume}: {error}") from error
     if snapshot is None:
-        if options.resume != "auto":
+        if named is not None:
             raise ValueError(
                 f"--resume {options.resume}: there is no snapshot; give a run folder or a folder "
                 f"of one snapshot, such as runs/.../{FOLDER}/step-00000100"
             )
         return None
-    check_same(options, snapshot.manifest.extra["options"], str(where))
+    try:
+        before = dict(snapshot.manifest.extra["options"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{snapshot.path} is no snapshot of a run of this command") from error
+    check_same(options, before, str(snapshot.path))
     return snapshot
 
 
@@ -91,5 +97,5 @@ def check_same(options: TrainOptions, before: dict[str, Any], where: str) -> Non
     if different:
         raise ValueError(
             f"{where} holds a run of another kind: {', '.join(different)}; use what it began with "
-            "to go on with it, or choose another --out"
+            "to go on with it, or another --out and no --resume"
         )

@@ -10,7 +10,7 @@ import jax
 from flax import serialization
 from rich.console import Console
 
-from jpipe.cli import FAILED, INTERRUPTED, TERMINATED
+from jpipe.cli import FAILED
 from jpipe.memory import Memory, memory_of
 from jpipe.optim import LossScaleError, check_loss_scale, loss_scale_state
 from jpipe.pipeline import batch_sharding, pipeline_evaluate
@@ -71,7 +71,7 @@ class Run:
             The exit status.
         """
         setup, started = self.setup, time.perf_counter()
-        if is_main():
+        if setup.folder.writable:
             save_figure(setup.schedule, setup.folder.path / "schedule.png")
         with (
             Interrupt() as interrupt,
@@ -84,19 +84,19 @@ class Run:
                 print_header(self.console, setup, programs.memory, programs.memory_alone)
                 self._say(f"start-up: {describe_phases(self.startup)}")
                 if setup.options.dry_run:
-                    return INTERRUPTED if interrupt.requested else 0
+                    return interrupt.status
                 with self._phase("making the state"):
                     state, within = self._first_state(programs)
             try:
                 state = self._train(state, within, programs, interrupt)
                 if interrupt.terminated:
-                    return TERMINATED
+                    return interrupt.status
                 self._finish(state, programs, interrupt, started)
             except NotFiniteError as error:
                 self._draw()
                 self.console.print(f"error: {error}", style="red", soft_wrap=True)
                 return FAILED
-        return INTERRUPTED if interrupt.requested else 0
+        return interrupt.status
 
     def _first_state(self, programs: Programs) -> tuple[TrainState, tuple[Any, int] | None]:
         """A fresh one, or that of the snapshot to go on from, and what is held within its step."""
@@ -110,7 +110,7 @@ class Run:
         state, within = self.snapshots.restore(state, programs.stepper.carry)
         for row in setup.folder.rewind(int(state.step)):
             self.skipped += row.get("skipped", False)
-            if "loss" in row:
+            if "loss" in row and not row.get("skipped"):
                 self.losses[row["step"]] = row["loss"]
             if "validation_loss" in row:
                 self.validation[row["step"]] = row["validation_loss"]

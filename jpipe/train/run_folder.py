@@ -1,6 +1,7 @@
 """The folder a run writes to. Nothing in it is ever half-written."""
 
 import errno
+import fcntl
 import itertools
 import json
 import os
@@ -40,15 +41,16 @@ class RunFolder:
         goes_on: bool = False,
     ) -> None:
         self._metrics: FileIO | None = None
-        self._writable = writable
+        self._lock: int | None = None
+        self.writable = writable
         if not writable:
-            self.path = Path(path or "runs")
+            self.path = Path(path or "runs").expanduser()
             return
         self.path = Path(path).expanduser() if path else new_folder(name)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            marks = (_METRICS, _SUMMARY)
-            if not goes_on and any((self.path / mark).exists() for mark in marks):
+            self._lock = _lock(self.path)
+            if not goes_on and holds_run(self.path):
                 raise ValueError(
                     f"--out {self.path} already holds a run; choose another folder or remove it"
                 )
@@ -61,34 +63,32 @@ class RunFolder:
     def rewind(self, step: int) -> list[dict[str, Any]]:
         """Leave in metrics.jsonl what comes before a snapshot, and begin a new end.
 
+        If that leaves nothing, the file is set aside under another name.
+
         Args:
-            step: steps made before the snapshot.
+            step: steps made before the snapshot; 0 to begin anew.
 
         Returns:
             The lines that stay, a dict for each step; without any that is half-written.
         """
-        if not self._writable:
+        if not self.writable:
             return []
         (self.path / _SUMMARY).unlink(missing_ok=True)
         try:
             lines = (self.path / _METRICS).read_bytes().splitlines()
         except FileNotFoundError:
             return []
-        rows = []
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                break
-            if row["step"] > step:
-                break
-            rows.append(row)
-        self.write(_METRICS, b"".join(_line(row) for row in rows))
+        rows = [row for row in map(_row, lines) if row is not None and row["step"] <= step]
+        if rows:
+            self.write(_METRICS, b"".join(_line(row) for row in rows))
+        else:
+            aside = (self.path / f"metrics-before-{k}.jsonl" for k in itertools.count(1))
+            os.replace(self.path / _METRICS, next(p for p in aside if not p.exists()))
         return rows
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file as a whole: it is there with all its content, or as it was before."""
-        if self._writable:
+        if self.writable:
             write_atomically(self.path / name, content)
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
@@ -97,7 +97,7 @@ class RunFolder:
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Add one line to metrics.jsonl; it has left the process when this returns."""
-        if not self._writable:
+        if not self.writable:
             return
         if self._metrics is None:
             self._metrics = (self.path / _METRICS).open("ab", buffering=0)
@@ -111,9 +111,45 @@ class RunFolder:
             raise
 
     def close(self) -> None:
-        """Close metrics.jsonl."""
+        """Close metrics.jsonl, and let others write to the folder."""
         if self._metrics is not None:
             self._metrics.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def holds_run(path: Path) -> bool:
+    """Whether a folder holds what a run leaves."""
+    return any((path / mark).exists() for mark in (_METRICS, _SUMMARY, "snapshots"))
+
+
+def _lock(path: Path) -> int:
+    """A hold on a folder, which ends with the process at the latest.
+
+    Raises:
+        ValueError: if another has it.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ValueError(
+            f"--out {path} is being written by another process; choose another folder"
+        ) from error
+    except OSError:  # a file system without locks
+        return descriptor
+    return descriptor
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A line of metrics.jsonl; None if it is not whole."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def _line(metrics: Mapping[str, Any]) -> bytes:

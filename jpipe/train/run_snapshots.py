@@ -47,7 +47,7 @@ class RunSnapshots:
             within a step with the segment that comes next, or None.
 
         Raises:
-            ValueError: if the snapshot is that of another model.
+            MismatchError: if the snapshot is that of another model.
         """
         snapshot = self._setup.snapshot
         if snapshot is None:
@@ -56,11 +56,13 @@ class RunSnapshots:
             restored: TrainState
             restored, left = snapshot.restore(state, f"['{_STATE}']")
         except MismatchError as error:
-            raise ValueError(f"{snapshot.path} does not fit: {error}") from error
+            raise MismatchError(f"{snapshot.path} does not fit: {error}") from error
         manifest, within = snapshot.manifest, None
         if manifest.microbatch:
             within = self._restore_within(carry)
         self._newest = (manifest.step, manifest.microbatch if within else 0)
+        if self._store is not None:
+            self._store.forget_after(*self._newest)
         where = f"within step {manifest.step + 1}" if within else f"after step {manifest.step}"
         self._say(f"going on {where}, from {snapshot.path}")
         if manifest.microbatch and not within:
@@ -132,16 +134,18 @@ class RunSnapshots:
     def _save(self, tree: Any, step: int, extra: dict[str, Any], microbatch: int) -> None:
         extra |= {
             "options": identity(self._setup.options),
-            "taken": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "taken": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         }
 
-        def save(store: SnapshotStore) -> None:
-            seconds = store.save(tree, step, extra, microbatch=microbatch)
-            self._newest = (step, microbatch)
-            self._waited.append(
-                {"step": step, "microbatch": microbatch, "seconds_waited": round(seconds, 6)}
-            )
+        started = time.perf_counter()
 
+        def save(store: SnapshotStore) -> None:
+            store.save(tree, step, extra, microbatch=microbatch)
+            self._newest = (step, microbatch)
+            seconds = round(time.perf_counter() - started, 6)
+            self._waited.append({"step": step, "microbatch": microbatch, "seconds_waited": seconds})
+
+        self._try(lambda store: store.wait())  # one that failed must not hinder the next
         self._try(save)
 
     def _try(self, act: Callable[[SnapshotStore], None]) -> None:
@@ -150,6 +154,7 @@ class RunSnapshots:
         try:
             act(self._store)
         except SnapshotError as error:
+            self._newest = None  # to be tried again at the end
             if self._setup.options.snapshot_errors == "end":
                 raise
             self._say(f"warning: {error}; going on without it")

@@ -16,7 +16,7 @@ import jpipe
 from jpipe.mesh import DATA, MODEL, STAGE, make_mesh, parse_mesh
 from jpipe.pipeline import Params, param_specs
 from jpipe.pipeline.checks import check_trains
-from jpipe.processes import is_main, own_rows
+from jpipe.processes import is_main, of_main, own_rows
 from jpipe.schedule import Schedule, check_schedule
 from jpipe.schedule.registry import load_schedule
 from jpipe.snapshot import Snapshot
@@ -26,7 +26,7 @@ from jpipe.train.language import LanguageTask
 from jpipe.train.optimizer import make_optimizer
 from jpipe.train.options import ONEBIT_ADAM, RESNETS, TrainOptions
 from jpipe.train.resume import check_same, find_snapshot
-from jpipe.train.run_folder import RunFolder
+from jpipe.train.run_folder import RunFolder, holds_run
 from jpipe.train.task import Task
 from jpipe.train.vision import VisionTask
 
@@ -123,6 +123,14 @@ def prepare(options: TrainOptions) -> Setup:
         _set_cursor(task, snapshot)
     goes_on = _goes_on(options, snapshot)
     specs = param_specs(mesh, _params(task), task.model.stages.partition)  # or refuses
+    folder = RunFolder(
+        options.out,
+        options.model,
+        _config(options, devices),
+        writable=is_main() and not (goes_on and options.dry_run),
+        goes_on=goes_on,
+    )
+    folder.path = Path(of_main(str(folder.path)))
     return Setup(
         options=options,
         devices=devices,
@@ -133,23 +141,20 @@ def prepare(options: TrainOptions) -> Setup:
         schedule=schedule,
         optimizer=make_optimizer(options, mesh, specs),
         optimizer_alone=make_optimizer(options),
-        folder=RunFolder(
-            options.out,
-            options.model,
-            _config(options, devices),
-            writable=is_main(),
-            goes_on=goes_on,
-        ),
+        folder=folder,
         snapshot=snapshot,
     )
 
 
 def _check_finished(options: TrainOptions, snapshot: Snapshot | None) -> None:
     """Refuse to go on with what has nothing left to do."""
-    if snapshot is not None and snapshot.manifest.step >= options.steps:
+    if snapshot is None:
+        return
+    step, folder = snapshot.manifest.step, snapshot.path.parent.parent
+    if step > options.steps or (step == options.steps and (folder / "summary.json").exists()):
         raise ValueError(
-            f"{snapshot.path} was taken after {snapshot.manifest.step} steps, and --steps is "
-            f"{options.steps}: nothing is left to do; use more --steps, or another --out"
+            f"{snapshot.path} was taken after {step} steps, and --steps is {options.steps}: "
+            "nothing is left to do; use more --steps, or another --out"
         )
 
 
@@ -158,13 +163,13 @@ def _goes_on(options: TrainOptions, snapshot: Snapshot | None) -> bool:
     if options.resume == "never" or options.out is None:
         return False
     folder = Path(options.out).expanduser()
-    if snapshot is not None:
-        return folder in snapshot.path.parents
-    try:
-        before = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
+    if snapshot is not None and snapshot.path.parent.parent.resolve() == folder.resolve():
+        return True
+    if not holds_run(folder) or (folder / "summary.json").exists():
         return False
-    if (folder / "summary.json").exists():
+    try:
+        before = dict(json.loads((folder / "config.json").read_bytes()))
+    except (OSError, ValueError, TypeError):
         return False
     check_same(options, before, str(folder))
     return True

@@ -112,6 +112,22 @@ def test_float16_gradients_are_divided_in_float32():
     np.testing.assert_array_equal(updates["w"], np.float32(2.0**-36))
 
 
+def test_its_state_can_be_donated_and_keeps_its_dtypes():
+    optimizer = dynamic_loss_scale(optax.adam(0.1))
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    state = optimizer.init(params)
+    dtypes = [a.dtype for a in jax.tree.leaves(state)]
+    update = jax.jit(optimizer.update, donate_argnums=1)
+    _, state = update({"w": jnp.ones(3, jnp.bfloat16)}, state, params)
+    assert [a.dtype for a in jax.tree.leaves(state)] == dtypes
+
+
+def test_two_scales_for_one_loss_are_refused():
+    both = optax.chain(dynamic_loss_scale(optax.sgd(1.0)), dynamic_loss_scale(optax.sgd(1.0)))
+    with pytest.raises(ValueError, match="2 loss scales"):
+        loss_scale(both.init(PARAMS))
+
+
 def test_the_scale_stays_at_its_floor_and_then_it_is_an_error():
     optimizer = dynamic_loss_scale(optax.sgd(1.0), init=8.0, min_scale=2.0)
     state = optimizer.init(PARAMS)

@@ -174,6 +174,24 @@ def test_parameters_over_the_stages_have_the_norm_of_the_whole_gradient():
         np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-4, atol=1e-6)
 
 
+def test_a_freeze_step_that_has_passed_freezes_at_once():
+    early, late = (scale_by_onebit_adam(replicas(2), freeze_step=k) for k in (3, 9))
+    state = late.init(VECTOR)
+    for own in gradients(2, 5):
+        _, state = jax.jit(late.update)({"w": jnp.asarray(own)}, state)
+    _, state = jax.jit(early.update)({"w": jnp.asarray(own)}, state)
+    assert int(state.frozen_at) == 6
+
+
+def test_low_precision_parameters_have_moments_in_float32_that_can_be_donated():
+    optimizer = onebit_adam(1e-2, replicas(2), freeze_step=1)
+    params = {"w": jnp.ones(300, jnp.bfloat16)}
+    state, update = optimizer.init(params), jax.jit(optimizer.update, donate_argnums=1)
+    for own in gradients(2, 3):
+        _, state = update({"w": jnp.asarray(own)}, state)
+    assert state[0].mu["w"].dtype == jnp.float32
+
+
 def test_trains():
     mesh, rng = replicas(4), np.random.default_rng(0)
     truth = rng.normal(size=60).astype(np.float32)

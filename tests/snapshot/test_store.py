@@ -233,6 +233,43 @@ print(newest_good(folder).manifest.step)
     assert said.endswith("['step-00000001'] 1 3")
 
 
+def test_what_belongs_to_it_is_that_of_the_moment(tmp_path):
+    extra, store = {"cursor": 1}, SnapshotStore(tmp_path)
+    store.save(STATE, 1, extra)
+    extra["cursor"] = 2
+    store.close()
+    assert newest_good(tmp_path).manifest.extra == {"cursor": 1}
+
+
+def test_the_one_just_written_is_never_retired(tmp_path):
+    write(tmp_path, (10, 20, 30, 5), keep_last=2)
+    assert [p.name for p in snapshot_folders(tmp_path)] == [
+        "step-00000005",
+        "step-00000020",
+        "step-00000030",
+    ]
+    store = SnapshotStore(tmp_path)
+    store.forget_after(20, 0)
+    store.close()
+    assert [p.name for p in snapshot_folders(tmp_path)] == ["step-00000005", "step-00000020"]
+
+
+@pytest.mark.parametrize(
+    ("state", "step", "said"),
+    [
+        ({"a": np.ones(2)}, 1, r"\['a'\] is a ndarray"),
+        ({"a": 3}, 1, r"\['a'\] is a int"),
+        ({}, 1, "holds no numbers"),
+        (STATE, -1, "step=-1"),
+    ],
+)
+def test_refuses_what_is_no_state(tmp_path, state, step, said):
+    store = SnapshotStore(tmp_path)
+    with pytest.raises(ValueError, match=said):
+        store.save(state, step, {})
+    store.close()
+
+
 def test_what_each_device_has_of_its_own_is_left_on_another_mesh(tmp_path):
     own = {"x": jnp.ones(3), "e": PerDevice(jnp.ones((2, 2, 1, 5)))}
     write(tmp_path, state=own)

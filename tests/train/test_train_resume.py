@@ -8,11 +8,13 @@ import signal
 import time
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 from train.test_train_run import SMALL, metrics, run_command, train
 
-from jpipe.snapshot import snapshot_folders
+from jpipe.snapshot import SnapshotStore, snapshot_folders
 from jpipe.train.__main__ import main
+from jpipe.train.run_folder import RunFolder
 
 EVERY = ["--snapshot-every-steps", "1", "--keep-snapshots", "9"]
 LONG = ["--mesh", "2", "--steps", "40", "--eval-every", "15", "--snapshot-every-steps", "5"]
@@ -64,8 +66,80 @@ def test_goes_on_bit_by_bit(whole, tmp_path, capsys, step):
 def test_begins_anew_where_there_is_no_snapshot_yet(whole, tmp_path):
     folder = as_if_killed_after(whole, tmp_path, 2)
     shutil.rmtree(folder / "snapshots")
+    before = (folder / "metrics.jsonl").read_bytes()
     train(tmp_path, "--mesh", "2", *EVERY)
     assert_same_run(folder, whole)
+    assert (folder / "metrics-before-1.jsonl").read_bytes() == before
+
+
+def test_a_run_that_only_lacks_its_end_is_finished(whole, tmp_path):
+    folder = as_if_killed_after(whole, tmp_path, 5)
+    train(tmp_path, "--mesh", "2", *EVERY)
+    assert_same_run(folder, whole)
+
+
+def test_an_earlier_snapshot_begins_another_life(whole, tmp_path, capsys):
+    """What came after it is gone, and does not come back."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    one = folder / "snapshots" / "step-00000002"
+    train(tmp_path, "--mesh", "2", "--resume", str(one), "--steps", "3", *EVERY)
+    names = [path.name for path in snapshot_folders(folder / "snapshots")]
+    assert names == ["step-00000001", "step-00000002", "step-00000003"]
+    capsys.readouterr()
+    train(tmp_path, "--mesh", "2", "--steps", "4", *EVERY)
+    assert "going on after step 3" in capsys.readouterr().out
+    assert [row["step"] for row in metrics(folder)] == [1, 2, 3, 4]
+
+
+def test_the_command_that_began_from_another_run_can_be_given_again(whole, tmp_path):
+    one = str(whole / "snapshots" / "step-00000003")
+    arguments = ["--mesh", "2", "--resume", one, *EVERY]
+    folder = train(tmp_path, *arguments)
+    shutil.rmtree(folder / "snapshots" / "step-00000005")
+    (folder / "summary.json").unlink()
+    train(tmp_path, *arguments)
+    assert [row["step"] for row in metrics(folder)] == [4, 5]
+
+
+def test_a_dry_run_changes_nothing(whole, tmp_path):
+    folder = as_if_killed_after(whole, tmp_path, 3)
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    train(tmp_path, "--mesh", "4", "--dry-run", "--steps", "9")
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+
+
+def test_two_runs_do_not_write_to_one_folder(whole, tmp_path, capsys):
+    folder = as_if_killed_after(whole, tmp_path, 3)
+    other = RunFolder(str(folder), "gpt", {}, goes_on=True)
+    assert main([*SMALL, "--mesh", "2", "--out", str(folder)]) == 2
+    assert "is being written by another process" in capsys.readouterr().err
+    other.close()
+
+
+@pytest.mark.parametrize("config", ["[]", "3", "{", ""])
+def test_a_broken_configuration(whole, tmp_path, capsys, config):
+    folder = as_if_killed_after(whole, tmp_path, 3)
+    shutil.rmtree(folder / "snapshots")
+    (folder / "config.json").write_text(config)
+    assert main([*SMALL, "--mesh", "2", "--out", str(folder)]) == 2
+    assert "already holds a run" in capsys.readouterr().err
+
+
+def test_broken_lines_of_metrics_are_left_out(whole, tmp_path):
+    folder = as_if_killed_after(whole, tmp_path, 3)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join([lines[0], "1", "{}", *lines[1:]]))
+    train(tmp_path, "--mesh", "2", *EVERY)
+    assert_same_run(folder, whole)
+
+
+def test_a_snapshot_of_something_else(tmp_path, capsys):
+    store = SnapshotStore(tmp_path / "snapshots")
+    store.save({"x": jnp.ones(3)}, 1, {})
+    store.close()
+    assert main([*SMALL, "--mesh", "2", "--resume", str(tmp_path)]) == 2
+    assert "is no snapshot of a run of this command" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -283,6 +357,8 @@ def test_a_run_is_started_again_by_itself(long, tmp_path, number):
         tmp_path, *LONG, "--out", "run", "--max-restarts", "2", "--comm-timeout", "5"
     )
     wait_for_lines(process, tmp_path / "run", 7)
+    while not snapshot_folders(tmp_path / "run" / "snapshots"):
+        time.sleep(0.01)
     os.kill(worker_of(process), number)
     out, _ = process.communicate(timeout=180)
     assert process.returncode == 0, out
