@@ -42,7 +42,9 @@ def _restore_jax_config():
 
 @pytest.fixture(autouse=True)
 def _forget_compilations():
-    """Each test counts its own compilations."""
+    """Each test counts its own compilations, and so does what a module prepares for its tests."""
     from jpipe.pipeline import retrace
 
+    retrace._compiled.clear()
+    yield
     retrace._compiled.clear()
