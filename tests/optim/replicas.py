@@ -20,6 +20,12 @@ def replicas(count):
     return Mesh(np.array(jax.devices()[:count]), ("data",))
 
 
+def waiting(function, **settings):
+    """Jitted, and done when it returns: simulated devices stall with several calls in flight."""
+    jitted = jax.jit(function, **settings)
+    return lambda *args: jax.block_until_ready(jitted(*args))
+
+
 def draw(rng, count, params=PARAMS, mean=0.1):
     """What each replica has: noise of different size in each leaf."""
     return {

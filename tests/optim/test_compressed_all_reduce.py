@@ -1,14 +1,12 @@
 """The mean over replicas, compressed: what comes out, what is fed back, what is on the wire."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, PartitionSpec
-from optim.replicas import PARAMS, SIZES, NumPyOneBit, draw, over, replicas
+from optim.replicas import PARAMS, SIZES, NumPyOneBit, draw, over, replicas, waiting
 from pipeline.hlo import parse
 
 from jpipe.optim import Feedback, Reduction, compressed_all_reduce, wants_gradient_of_each_replica
@@ -25,7 +23,7 @@ def run(method, count, steps, params=PARAMS, **settings):
     """What came in, as means, what came out, and the last state."""
     mesh = replicas(count)
     transform = compressed_all_reduce(method, mesh, **settings)
-    state, update = transform.init(params), jax.jit(transform.update)
+    state, update = transform.init(params), waiting(transform.update)
     rng, came_in, came_out = np.random.default_rng(0), [], []
     for _ in range(steps):
         own = draw(rng, count, params)
@@ -91,7 +89,7 @@ def test_one_bit_is_the_algorithm_of_the_paper(count, block_size):
     came_in = np.random.default_rng(1).normal(size=(6, count, 300)).astype(np.float32)
     model, mesh = NumPyOneBit(300, count, block_size), replicas(count)
     transform = compressed_all_reduce("onebit", mesh, block_size=block_size)
-    state, update = transform.init(params), jax.jit(transform.update)
+    state, update = transform.init(params), waiting(transform.update)
     for own in came_in:
         new, state = update(over(mesh, {"w": jnp.asarray(own)}), state)
         np.testing.assert_allclose(new["w"], model.mean(own), rtol=1e-4, atol=1e-6)
@@ -107,14 +105,14 @@ def test_power_sgd_is_exact_for_matrices_of_its_rank():
     transform = compressed_all_reduce("powersgd", replicas(3), rank=4)
     state = transform.init({"w": own["w"][0]})
     for _ in range(2):
-        new, state = jax.jit(transform.update)(own, state)
+        new, state = waiting(transform.update)(own, state)
     np.testing.assert_allclose(new["w"], left @ right, rtol=1e-4, atol=1e-4)
 
 
 def test_power_sgd_wakes_up_after_zeros():
     transform = compressed_all_reduce("powersgd", replicas(2), rank=2)
     params = {"w": jnp.ones((10, 12))}
-    state, update = transform.init(params), jax.jit(transform.update)
+    state, update = transform.init(params), waiting(transform.update)
     zeros = {"w": jnp.zeros((2, 10, 12))}
     new, state = update(zeros, state)
     np.testing.assert_array_equal(new["w"], 0.0)
@@ -128,7 +126,7 @@ def test_all_zeros_give_zeros(method):
     zeros = jax.tree.map(lambda p: jnp.zeros((3, *p.shape)), PARAMS)
     state = transform.init(PARAMS)
     for _ in range(2):
-        new, state = jax.jit(transform.update)(zeros, state)
+        new, state = waiting(transform.update)(zeros, state)
         assert all((leaf == 0).all() for leaf in leaves(new))
 
 
@@ -138,7 +136,7 @@ def test_what_is_not_finite_is_seen_in_the_mean(method, bad):
     transform = compressed_all_reduce(method, replicas(3))
     own = draw(np.random.default_rng(0), 3)
     own["matrix"] = own["matrix"].at[1, 5, 6].set(bad)
-    new, _ = jax.jit(transform.update)(own, transform.init(PARAMS))
+    new, _ = waiting(transform.update)(own, transform.init(PARAMS))
     assert not np.isfinite(np.asarray(new["matrix"])).all()
 
 
@@ -147,7 +145,7 @@ def test_all_replicas_have_the_same_bits(method):
     mesh = replicas(8)
     transform = compressed_all_reduce(method, mesh)
     own = over(mesh, draw(np.random.default_rng(0), 8))
-    new, _ = jax.jit(transform.update)(own, transform.init(PARAMS))
+    new, _ = waiting(transform.update)(own, transform.init(PARAMS))
     for leaf in jax.tree.leaves(new):
         copies = {np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}
         assert len(leaf.addressable_shards) == 8
@@ -159,7 +157,7 @@ def test_the_state_is_resumed_exactly(method, tmp_path):
     """Through plain NumPy files, as any checkpoint would."""
     mesh = replicas(3)
     transform = compressed_all_reduce(method, mesh)
-    update, rng = jax.jit(transform.update), np.random.default_rng(0)
+    update, rng = waiting(transform.update), np.random.default_rng(0)
     owns = [over(mesh, draw(rng, 3)) for _ in range(4)]
     state = transform.init(PARAMS)
     for own in owns[:2]:
@@ -183,13 +181,13 @@ def test_parameters_that_lie_over_another_axis(method):
     specs = {"w": PartitionSpec("stage"), "b": PartitionSpec()}
     transform = compressed_all_reduce(method, mesh, specs)
     own = draw(np.random.default_rng(0), 4, params)
-    new, _ = jax.jit(transform.update)(over(mesh, own, specs), transform.init(params))
+    new, _ = waiting(transform.update)(over(mesh, own, specs), transform.init(params))
     assert new["w"].sharding.spec[0] == "stage"
     half = jax.tree.map(lambda a: a[:2] if a.ndim > 1 else a, params)
     for k in range(2):
         alone = compressed_all_reduce(method, replicas(4))
         of_stage = {"w": own["w"][:, 2 * k : 2 * k + 2], "b": own["b"]}
-        expected, _ = jax.jit(alone.update)(of_stage, alone.init(half))
+        expected, _ = waiting(alone.update)(of_stage, alone.init(half))
         np.testing.assert_allclose(new["w"][2 * k : 2 * k + 2], expected["w"], rtol=1e-6)
         np.testing.assert_allclose(new["b"], expected["b"], rtol=1e-6)
 
@@ -269,7 +267,7 @@ def test_works_with_plain_data_parallelism():
         x, y = batch
         return jnp.mean((x @ params["w"] - y) ** 2)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    @waiting
     def step(params, state, batch):
         grads = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
         updates, state = optimizer.update(grads, state, params)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, PartitionSpec
-from optim.replicas import PARAMS, SIZES, NumPyOneBit, draw, over, replicas
+from optim.replicas import PARAMS, SIZES, NumPyOneBit, draw, over, replicas, waiting
 
 from jpipe.optim import onebit_adam, scale_by_onebit_adam
 
@@ -47,8 +47,8 @@ def test_before_the_freeze_it_is_adam_as_one_program():
     rng = np.random.default_rng(0)
     for _ in range(5):
         own = draw(rng, 3)
-        updates, state = jax.jit(optimizer.update)(over(mesh, own), state)
-        expected, plain = jax.jit(adam.update)(jax.tree.map(lambda a: a.mean(0), own), plain)
+        updates, state = waiting(optimizer.update)(over(mesh, own), state)
+        expected, plain = waiting(adam.update)(jax.tree.map(lambda a: a.mean(0), own), plain)
         for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8)
 
@@ -78,7 +78,7 @@ class NumPyAdam:
 def test_after_the_freeze_it_is_the_paper(count):
     model, mesh = NumPyAdam(300, count, 64, 4), replicas(count)
     optimizer = scale_by_onebit_adam(mesh, freeze_step=4, block_size=64)
-    state, update = optimizer.init(VECTOR), jax.jit(optimizer.update)
+    state, update = optimizer.init(VECTOR), waiting(optimizer.update)
     for own in gradients(count, 12):
         updates, state = update(over(mesh, {"w": jnp.asarray(own)}), state)
         np.testing.assert_allclose(updates["w"], model.update(own), rtol=2e-4, atol=1e-5)
@@ -92,14 +92,14 @@ def test_one_replica_is_adam_with_a_frozen_variance():
     optimizer = scale_by_onebit_adam(replicas(1), freeze_step=4)
     state = optimizer.init(VECTOR)
     for own in gradients(1, 8):
-        updates, state = jax.jit(optimizer.update)({"w": jnp.asarray(own)}, state)
+        updates, state = waiting(optimizer.update)({"w": jnp.asarray(own)}, state)
         np.testing.assert_allclose(updates["w"], model.update(own), rtol=1e-4, atol=1e-6)
 
 
 def test_momentum_is_bit_identical_on_all_replicas():
     mesh = replicas(8)
     optimizer = scale_by_onebit_adam(mesh, freeze_step=1)
-    state, update = optimizer.init(VECTOR), jax.jit(optimizer.update)
+    state, update = optimizer.init(VECTOR), waiting(optimizer.update)
     for own in gradients(8, 4):
         updates, state = update(over(mesh, {"w": jnp.asarray(own)}), state)
         for leaf in (updates["w"], state.mu["w"], state.nu["w"]):
@@ -108,7 +108,7 @@ def test_momentum_is_bit_identical_on_all_replicas():
 
 def test_coordinates_without_variance_stay_put():
     optimizer = scale_by_onebit_adam(replicas(2), freeze_step=2)
-    state, update = optimizer.init(VECTOR), jax.jit(optimizer.update)
+    state, update = optimizer.init(VECTOR), waiting(optimizer.update)
     for k, own in enumerate(gradients(2, 6)):
         silent = own.copy()
         silent[:, 100:] = 0
@@ -123,7 +123,7 @@ def test_freezes_once_the_variance_is_stable(decay):
     """Not before `1 / (1 - b2)` steps lie behind, and not while its norm still grows."""
     window = round(1 / (1 - decay))
     optimizer = scale_by_onebit_adam(replicas(2), freeze_step=None, b2=decay)
-    state, update = optimizer.init(VECTOR), jax.jit(optimizer.update)
+    state, update = optimizer.init(VECTOR), waiting(optimizer.update)
     norms = []
     for step in range(1, 80):
         own = jnp.full((2, 300), 2.0 if step > window + 3 else 1.0)
@@ -148,11 +148,11 @@ def test_clips_the_mean_before_the_freeze_and_each_replica_after():
     adam = optax.chain(optax.clip_by_global_norm(most), optax.scale_by_adam(b1=0.0))
     state = optimizer.init(VECTOR)
     own = gradients(2, 2)
-    updates, state = jax.jit(optimizer.update)({"w": jnp.asarray(own[0])}, state)
-    expected, _ = jax.jit(adam.update)({"w": jnp.asarray(own[0].mean(0))}, adam.init(VECTOR))
+    updates, state = waiting(optimizer.update)({"w": jnp.asarray(own[0])}, state)
+    expected, _ = waiting(adam.update)({"w": jnp.asarray(own[0].mean(0))}, adam.init(VECTOR))
     np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-5)
     own[1, 1] *= 1e-3  # short enough, and left alone
-    _, state = jax.jit(optimizer.update)({"w": jnp.asarray(own[1])}, state)
+    _, state = waiting(optimizer.update)({"w": jnp.asarray(own[1])}, state)
     model = NumPyOneBit(300, 2, 512)
     clipped = np.stack([own[1, 0] * most / np.linalg.norm(own[1, 0]), own[1, 1]])
     np.testing.assert_allclose(state.mu["w"], model.mean(clipped), rtol=1e-4)
@@ -168,8 +168,8 @@ def test_parameters_over_the_stages_have_the_norm_of_the_whole_gradient():
     states = staged.init(params), alone.init(params)
     for own in gradients(2, 4, 256).reshape(4, 2, 4, 64):
         tree = {"w": jnp.asarray(own)}
-        updates, first = jax.jit(staged.update)(over(mesh, tree, specs), states[0])
-        expected, second = jax.jit(alone.update)(tree, states[1])
+        updates, first = waiting(staged.update)(over(mesh, tree, specs), states[0])
+        expected, second = waiting(alone.update)(tree, states[1])
         states = first, second
         np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-4, atol=1e-6)
 
@@ -178,15 +178,15 @@ def test_a_freeze_step_that_has_passed_freezes_at_once():
     early, late = (scale_by_onebit_adam(replicas(2), freeze_step=k) for k in (3, 9))
     state = late.init(VECTOR)
     for own in gradients(2, 5):
-        _, state = jax.jit(late.update)({"w": jnp.asarray(own)}, state)
-    _, state = jax.jit(early.update)({"w": jnp.asarray(own)}, state)
+        _, state = waiting(late.update)({"w": jnp.asarray(own)}, state)
+    _, state = waiting(early.update)({"w": jnp.asarray(own)}, state)
     assert int(state.frozen_at) == 6
 
 
 def test_low_precision_parameters_have_moments_in_float32_that_can_be_donated():
     optimizer = onebit_adam(1e-2, replicas(2), freeze_step=1)
     params = {"w": jnp.ones(300, jnp.bfloat16)}
-    state, update = optimizer.init(params), jax.jit(optimizer.update, donate_argnums=1)
+    state, update = optimizer.init(params), waiting(optimizer.update, donate_argnums=1)
     for own in gradients(2, 3):
         _, state = update({"w": jnp.asarray(own)}, state)
     assert state[0].mu["w"].dtype == jnp.float32
@@ -199,7 +199,7 @@ def test_trains():
         optax.cosine_decay_schedule(0.05, 300), mesh, freeze_step=50, b2=0.9, max_norm=100.0
     )
 
-    @jax.jit
+    @waiting
     def step(params, state, x):
         def loss(params, x):
             return jnp.mean((x @ params["w"] - x @ truth) ** 2)
