@@ -168,8 +168,10 @@ def _goes_on(options: TrainOptions, snapshot: Snapshot | None) -> bool:
     if not holds_run(folder) or (folder / "summary.json").exists():
         return False
     try:
-        before = dict(json.loads((folder / "config.json").read_bytes()))
-    except (OSError, ValueError, TypeError):
+        before = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    if not isinstance(before, dict):
         return False
     check_same(options, before, str(folder))
     return True
