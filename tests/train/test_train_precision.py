@@ -21,7 +21,14 @@ def test_low_precision_trains_as_float32_does(precision, alone, tmp_path, capsys
     assert ("dynamic loss scale" in out) == (precision == "fp16")
 
 
-@pytest.mark.parametrize("method", [*METHODS, "onebit-adam"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS if m != "int8"),
+        "int8",
+        "onebit-adam",
+    ],
+)
 def test_compression_trains(method, alone, tmp_path, capsys):  # noqa: F811
     """Two steps are equal: the first, and the loss after it but for what was lost."""
     rows = metrics(train(tmp_path, "--mesh", "2x2", "--compression", method))

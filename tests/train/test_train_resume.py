@@ -164,7 +164,11 @@ def test_no_good_snapshot_is_an_error(whole, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--mesh", "4"], ["--mesh", "3"], ["--mesh", "2x2"], ["--mesh", "2", "--microbatches", "4"]],
+    [
+        ["--mesh", "3"],
+        pytest.param(["--mesh", "4"], marks=pytest.mark.slow),
+        ["--mesh", "2x2", "--microbatches", "1"],
+    ],
     ids=" ".join,
 )
 def test_on_another_mesh_and_with_other_microbatches(whole, tmp_path, arguments):
