@@ -80,6 +80,8 @@ def plain_resnet(num_microbatches, size):
         pytest.param("1f1b-overlap", 3, 1, "block", marks=pytest.mark.slow),
     ],
 )
+# The stages are balanced with float32 statistics, which a float64 policy would update.
+@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")
 def test_resnet_on_real_images_has_the_numbers_of_plain_flax(
     schedule, num_stages, num_data, recompute
 ):
