@@ -160,7 +160,6 @@ def main() -> None:
     options = parser.parse_args()
     # Each case compiles the same model and loss with another optimizer.
     warnings.filterwarnings("ignore", message="the same program was compiled")
-    started = time.perf_counter()
     simulate_devices(max(STAGES * REPLICAS, ablation.WORKERS))
     mesh, tokens = make_mesh(STAGES, REPLICAS), load_tokens()
     model = pipeline_from_nnx(
@@ -175,7 +174,7 @@ def main() -> None:
             flush=True,
         )
     errors = ablation.run()
-    write(results, errors, options.steps, time.perf_counter() - started)
+    write(results, errors, options.steps, time.process_time())
     draw(results, errors)
 
 

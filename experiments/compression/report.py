@@ -41,7 +41,7 @@ def write(
         f"{datetime.date.today()}. {STAGES} stages x {REPLICAS} replicas simulated on a CPU with "
         f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}, "
         f"{versions}. `python experiments/compression/measure.py --steps {steps}`, "
-        f"{seconds / 60:.0f} minutes.",
+        f"{seconds / 60:.0f} minutes of CPU time.",
         "",
         f"GPT of {CONFIG.layers} layers, width {CONFIG.width}, context {CONFIG.context}, the help "
         f"topics of Python; 1F1B, {MICROBATCHES} microbatches of {MICROBATCH} examples over all "

@@ -35,7 +35,7 @@ def main() -> None:
     # Each case has a loss and a model of its own, from the same lines.
     warnings.filterwarnings("ignore", message="the same program was compiled")
     simulate_devices(STAGES)
-    mesh, tokens, started = make_mesh(STAGES), load_tokens(), time.perf_counter()
+    mesh, tokens = make_mesh(STAGES), load_tokens()
     curves = {}
     for case in CASES:
         since = time.perf_counter()
@@ -55,7 +55,7 @@ def main() -> None:
         "step 1": gradients_by_scale(fresh, batch, mesh, scales),
         "the end of fp32": gradients_by_scale(curves[CASES[0]].params, batch, mesh, scales),
     }
-    text = report(curves, tables, options, time.perf_counter() - started)
+    text = report(curves, tables, options, time.process_time())
     print(text)
     (FOLDER / "RESULTS.md").write_text(text)
     draw(curves)

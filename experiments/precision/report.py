@@ -44,7 +44,7 @@ def report(
         f"{datetime.date.today()}. {STAGES} stages simulated on a CPU with {os.cpu_count()} cores "
         f"({platform.machine()}), Python {platform.python_version()}, {versions}. "
         f"`python experiments/precision/measure.py --steps {options.steps} --learning-rate "
-        f"{options.learning_rate}`, {seconds / 60:.0f} minutes.",
+        f"{options.learning_rate}`, {seconds / 60:.0f} minutes of CPU time.",
         "",
         f"GPT of {CONFIG.layers} layers, width {CONFIG.width}, context {CONFIG.context}, the help "
         f"topics of Python; 1F1B, {MICROBATCHES} microbatches of {MICROBATCH} examples, "

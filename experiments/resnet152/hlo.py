@@ -114,8 +114,9 @@ class Compiled:
         return sum(map(self._traffic, self._within(self._entry)))
 
     def _gather(self, computation: str | None, stage: int | None, found: list[Any]) -> None:
-        for i in self._computations.get(computation or "", []):
-            exchange = self._exchange(i, "in", 0)
+        order = self._computations.get(computation or "", [])
+        for j, i in enumerate(order):
+            exchange = self._exchange(i, "in", self._beside(order, j))
             if exchange and exchange.axis == "data":
                 found[-1 if stage is None else stage].append(exchange)
             by_stage = i.opcode == "conditional" and len(i.called) == self._num_stages
