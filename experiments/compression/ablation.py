@@ -7,6 +7,7 @@ them, or none; and the gradient compressed instead of the momentum.
 
 import dataclasses
 import statistics
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -125,8 +126,8 @@ def run() -> dict[str, list[np.ndarray]]:
     }
 
 
-def report(found: dict[str, list[np.ndarray]]) -> list[str]:
-    """The table."""
+def report(found: dict[str, list[np.ndarray]]) -> Iterator[str]:
+    """The table, and what it says."""
     lines = [
         "| what travels | excess loss at the end | lowest and highest seed | over float32 |",
         "|---|---|---|---|",
@@ -138,4 +139,16 @@ def report(found: dict[str, list[np.ndarray]]) -> list[str]:
         diverges = not middle < min(losses[0] for losses in by_seed)
         over = "diverges" if diverges else f"{middle / base:.2f}"
         lines.append(f"| {name} | {middle:.4g} | {ends[0]:.4g} to {ends[-1]:.4g} | {over} |")
-    return lines
+    yield from [*lines, ""]
+    by_name = {name: statistics.median(float(own[-1]) for own in found[name]) for name in found}
+    for what in ("momentum", "gradient"):
+        ends = {
+            name.partition(", ")[2]: value / base
+            for name, value in by_name.items()
+            if name.startswith(f"one-bit {what}")
+        }
+        both = ends.pop("both feedbacks")
+        yield (
+            f"- One-bit {what}: {both:.2f} x the excess of float32 with both feedbacks, "
+            f"{min(ends.values()):.2f} x or more without one of them."
+        )

@@ -78,7 +78,7 @@ NONE = [
 ]
 FINER = [
     *(Case("onebit", RATES[0], block_size=size) for size in (64, 8)),
-    *(Case("powersgd", rate, rank=rank) for rate in RATES for rank in (8, 16)),
+    *(Case("powersgd", rate, rank=rank) for rate in RATES for rank in (4, 16)),
 ]
 FREEZING = [
     *(

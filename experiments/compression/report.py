@@ -148,6 +148,13 @@ def main_verdict(results: Results) -> Iterator[str]:
             f"- Learning rate {rate}: at most {CLOSE:.0%} over none (the goal): "
             f"{', '.join(met) or 'no method'}; missed by: {', '.join(missed) or 'none'}."
         )
+    yield (
+        "- `onebit` compresses the gradient, `onebit-adam` the momentum, to the same bytes. A mean "
+        "of signs has one size for all numbers of a block, so Adam behind `onebit` finds one "
+        "variance for all of them and no longer scales them apart, whatever is fed back; that is "
+        "why 1-bit Adam freezes the variance first. `onebit` is for optimizers without a variance, "
+        "such as SGD with momentum, see the last table."
+    )
 
 
 def finer_verdict(results: Results) -> Iterator[str]:

@@ -19,7 +19,7 @@ def compressed_all_reduce(
     *,
     axis: str = "data",
     block_size: int = 256,
-    rank: int = 4,
+    rank: int = 8,
     feedback: Feedback = BOTH,
 ) -> optax.GradientTransformation:
     """From the gradients of each replica to their mean, with few bytes on the wire.

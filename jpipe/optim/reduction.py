@@ -85,7 +85,7 @@ class Reduction:
         *,
         axis: str = "data",
         block_size: int = 256,
-        rank: int = 4,
+        rank: int = 8,
         feedback: Feedback = BOTH,
     ) -> None:
         if method not in get_args(Method):

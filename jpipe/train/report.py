@@ -73,7 +73,10 @@ def describe_precision(options: TrainOptions) -> str:
     if options.compression == "none":
         return computed
     travels = "momentum" if options.compression == ONEBIT_ADAM else "gradients"
-    return f"{computed}; {travels} over data compressed by {options.compression}"
+    note = ""
+    if options.compression == "onebit":
+        note = f" (with AdamW {ONEBIT_ADAM} trains better)"
+    return f"{computed}; {travels} over data compressed by {options.compression}{note}"
 
 
 def describe_split(model: FlaxPipeline, num_stages: int) -> str:
