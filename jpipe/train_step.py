@@ -15,6 +15,7 @@ from jpipe.optim.all_reduce import wants_gradient_of_each_replica
 from jpipe.optim.loss_scale import keep_if, loss_scale_state
 from jpipe.optim.per_device import place_per_device
 from jpipe.pipeline import (
+    INTACT,
     Loss,
     Params,
     Segments,
@@ -63,6 +64,8 @@ class Metrics(NamedTuple):
         loss_scale: what the loss was multiplied by for the backward; loss and norm are not.
         skipped: boolean scalar, whether the gradients were not finite and `dynamic_loss_scale` left
             parameters, optimizer and the model's state as they were.
+        mismatches: what was damaged on its way between stages, for `describe_mismatches`; if there
+            is anything but `INTACT`, the whole state is as it was. None if nothing was verified.
     """
 
     loss: jax.Array
@@ -70,6 +73,7 @@ class Metrics(NamedTuple):
     aux: Tree
     loss_scale: jax.Array
     skipped: jax.Array
+    mismatches: jax.Array | None = None
 
 
 def state_shardings(
@@ -198,6 +202,8 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     schedule: Schedule | str = "1f1b",
+    *,
+    verify: bool = False,
 ) -> jax.stages.Wrapped:
     """A training step by a pipeline.
 
@@ -212,6 +218,8 @@ def make_train_step(
         optimizer: an optax optimizer.
         mesh: has the axis `stage`, and may have `data` and `model`.
         schedule: a table or the name of one, as for `pipeline_value_and_grad`.
+        verify: whether to compare what stages send each other with its CRC32, see
+            `pipeline_value_and_grad`.
 
     Returns:
         A jitted `(state, inputs, targets) -> (state, metrics)`; inputs and targets are pytrees of
@@ -223,7 +231,9 @@ def make_train_step(
         ValueError: as `pipeline_value_and_grad`.
     """
     value_and_grad, value_and_grads = (
-        pipeline_value_and_grad(stages, loss, mesh, schedule, has_aux=True, per_replica=each)
+        pipeline_value_and_grad(
+            stages, loss, mesh, schedule, has_aux=True, per_replica=each, verify=verify
+        )
         for each in (False, True)
     )
 
@@ -231,7 +241,7 @@ def make_train_step(
         apart = wants_gradient_of_each_replica(state.opt_state)
         function = value_and_grads if apart else value_and_grad
         new, metrics = _update(
-            function, optimizer, state, inputs, targets, _num_replicas(state, mesh)
+            function, optimizer, state, inputs, targets, _num_replicas(state, mesh), verify
         )
         return _lay_out(new, optimizer, mesh, stages.partition), metrics
 
@@ -246,12 +256,14 @@ class SegmentedStep(NamedTuple):
         start: `(state, inputs, targets) -> carry`.
         advance: `(carry, first, state, inputs, targets) -> carry`; donates the carry.
         finish: `(carry, state, inputs, targets) -> (state, metrics)`; donates carry and state.
+        mismatches: `carry -> array`, as `Metrics.mismatches`; for verified steps.
         firsts: what `first` is in each segment.
     """
 
     start: jax.stages.Wrapped
     advance: jax.stages.Wrapped
     finish: jax.stages.Wrapped
+    mismatches: jax.stages.Wrapped
     firsts: range
 
 
@@ -262,6 +274,8 @@ def make_segmented_step(
     mesh: Mesh,
     schedule: Schedule,
     microbatches: int,
+    *,
+    verify: bool = False,
 ) -> SegmentedStep:
     """The step of `make_train_step` in segments, with the same bits.
 
@@ -274,6 +288,7 @@ def make_segmented_step(
         mesh: the mesh; every device must run a program of its own, see `pipeline_segments`.
         schedule: the table.
         microbatches: about so many microbatches are finished in a segment.
+        verify: as for `make_train_step`.
 
     Raises:
         ValueError: as `pipeline_segments`.
@@ -287,6 +302,7 @@ def make_segmented_step(
             microbatches=microbatches,
             has_aux=True,
             per_replica=each,
+            verify=verify,
         )
         for each in (False, True)
     )
@@ -305,7 +321,7 @@ def make_segmented_step(
     ) -> tuple[TrainState, Metrics]:
         function = functools.partial(of(state).finish, carry)
         new, metrics = _update(
-            function, optimizer, state, inputs, targets, _num_replicas(state, mesh)
+            function, optimizer, state, inputs, targets, _num_replicas(state, mesh), verify
         )
         return _lay_out(new, optimizer, mesh, stages.partition), metrics
 
@@ -319,6 +335,7 @@ def make_segmented_step(
             out_shardings=own,
         ),
         jax.jit(finish, donate_argnums=(0, 1), in_shardings=(own, None, batch, batch)),
+        jax.jit(lambda carry: carry.mismatch, out_shardings=NamedSharding(mesh, PartitionSpec())),
         segments.firsts,
     )
 
@@ -355,10 +372,12 @@ def _update(
     inputs: Tree,
     targets: Tree,
     replicas: int = 1,
+    verify: bool = False,
 ) -> tuple[TrainState, Metrics]:
     arguments = _arguments(state, inputs, targets)
     scale = arguments[-1]
     (value, aux), grads, *rest = value_and_grad(*arguments)
+    mismatches = rest.pop() if verify else None
     unscaled = grads if scale is None else jax.tree.map(lambda g: g / scale, grads)
     norm = optax.tree.norm(unscaled) / replicas**0.5
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -371,4 +390,6 @@ def _update(
         skipped = after.skipped_in_a_row > 0
         model_state = keep_if(~skipped, model_state, state.model_state)
     new = TrainState(state.step + 1, params, opt_state, model_state, state.key)
-    return new, Metrics(value, norm, aux, scale, skipped)
+    if mismatches is not None:
+        new = keep_if(jnp.all(mismatches == INTACT), new, state)
+    return new, Metrics(value, norm, aux, scale, skipped, mismatches)

@@ -8,8 +8,10 @@ from jpipe.pipeline.losses import Loss, LossTerms
 from jpipe.pipeline.per_stage import Chunks, PerStage
 from jpipe.pipeline.segments import Segments, pipeline_segments
 from jpipe.pipeline.stages import Params, Stages
+from jpipe.pipeline.verify import INTACT, describe_mismatches
 
 __all__ = [
+    "INTACT",
     "Chunks",
     "Loss",
     "LossTerms",
@@ -19,6 +21,7 @@ __all__ = [
     "Segments",
     "Stages",
     "batch_sharding",
+    "describe_mismatches",
     "fsdp",
     "param_shardings",
     "param_specs",

@@ -63,6 +63,26 @@ def check_replicas(divided: bool) -> None:
         )
 
 
+def check_verifiable(mesh: Mesh, manual: frozenset[str]) -> None:
+    """Refuse checksums of what no device has whole.
+
+    Args:
+        mesh: the mesh.
+        manual: the axes over which devices run apart, see `layout.manual_axes`.
+
+    Raises:
+        ValueError: naming the axes over which XLA divides activations.
+    """
+    axes = [axis for axis in mesh.axis_names if axis not in manual]
+    if axes:
+        raise ValueError(
+            f"verify=True needs devices that each run a program of their own, but over "
+            f"{' and '.join(map(repr, axes))} XLA divides the work of this model, and exchanges "
+            "what it likes; leave it out, use a mesh of one device along that axis, or, over "
+            "'data', per_replica=True (compression)"
+        )
+
+
 def check_trains(schedule: Schedule) -> None:
     """Refuse a table that is right, but that the training executor cannot run.
 

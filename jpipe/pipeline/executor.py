@@ -25,6 +25,7 @@ from jpipe.pipeline.residuals import SplitGradient, split_gradient
 from jpipe.pipeline.rows import Beat, Row, Rows, table_rows
 from jpipe.pipeline.stages import Params, Parts, Tree
 from jpipe.pipeline.state import State, Variables
+from jpipe.pipeline.verify import INTACT, Sealed, first_mismatch, seal
 from jpipe.pipeline.weight_gradient import SplitBackward
 from jpipe.schedule.slots import Inbox, assign_inbox, assign_slots, assign_weight_slots
 from jpipe.schedule.table import Op, Schedule
@@ -43,6 +44,8 @@ class Carry(NamedTuple):
         moving: the state, with the updates so far of the parts that this stage runs.
         grads: sums of gradients so far, at least float32.
         terms: sums of the loss terms so far.
+        mismatch: the first tick in which something was read that was not what had been sent, or
+            `verify.INTACT`; None if that is not verified.
     """
 
     inbox: Tree
@@ -54,6 +57,7 @@ class Carry(NamedTuple):
     moving: Params
     grads: Params
     terms: LossTerms
+    mismatch: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,6 +74,7 @@ class Executor:
         key: the step's random key, or None.
         loss_scale: float32 scalar by which all gradients are multiplied, from the loss on; None for
             1.
+        verify: whether payloads travel with a checksum.
         inputs: pytree of `[M, microbatch, ...]` arrays.
         targets: pytree of `[M, microbatch, ...]` arrays.
     """
@@ -82,21 +87,22 @@ class Executor:
     body_shapes: Variables
     key: jax.Array | None
     loss_scale: jax.Array | None
+    verify: bool
     inputs: Tree
     targets: Tree
 
-    def run(self) -> tuple[LossTerms, Params, Params]:
+    def run(self) -> Carry:
         """Run every tick.
 
         Returns:
-            The sums over the microbatches of their loss terms, on the last stage (0 on others),
-            the gradients of the total times `loss_scale / M`: of `body` for this stage's blocks, of
-            `stem` and `head` where this stage runs them and else 0; and the moving state, up to
-            date in the same places and elsewhere as it was.
+            What the stage holds after the last. `terms` are the sums over the microbatches of their
+            loss terms, on the last stage (0 on others); `grads` the gradients of the total times
+            `loss_scale / M`: of `body` for this stage's blocks, of `stem` and `head` where this
+            stage runs them and else 0; `moving` is up to date in the same places and elsewhere as
+            it was.
         """
         beats, rows = table_rows(self.schedule, self._inbox, self.axis)
-        carry = self._scan(self.start(), beats, rows)
-        return carry.terms, carry.grads, carry.moving
+        return self._scan(self.start(), beats, rows)
 
     def advance(self, carry: Carry, first: jax.Array, count: int) -> Carry:
         """Run some of the ticks; for all in turn the carry ends as that of `run`.
@@ -200,9 +206,12 @@ class Executor:
         slots = assign_slots(self.schedule).per_stage
         weight_slots = int(assign_weight_slots(self.schedule).per_stage.max())
         payload = self._program.payload
-        nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), payload)
+        letter: Tree = payload
+        if self.verify:
+            letter = Sealed(payload, jnp.uint32(0))
+        nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), letter)
         return Carry(
-            inbox=stash.empty(self._inbox.size, payload),
+            inbox=stash.empty(self._inbox.size, letter),
             outbox=nothing if self.schedule.hop == 2 else None,
             kept=stash.empty(int(slots.max()), self._splits[0].kept),
             kept_by_stem=stash.empty(int(slots[0]), self._split_stem.kept),
@@ -218,6 +227,7 @@ class Executor:
                     self._run_head, self.own.params.head, payload, self.own.moving.head, 0
                 )[0]
             ),
+            mismatch=jnp.int32(INTACT) if self.verify else None,
         )
 
     def _tick(self, carry: Carry, rows: Rows, beat: Beat) -> Carry:
@@ -229,8 +239,9 @@ class Executor:
         """
         row, hop = rows.now, self.schedule.hop
         arrived = self._send(carry.outbox, beat, row) if hop == 2 else ()
-        payload = fetch(carry.inbox, self._inbox, row)
+        payload, carry = self._open(fetch(carry.inbox, self._inbox, row), carry, row)
         made, carry = self._operate(payload, carry, row, beat.ops)
+        made = self._seal(made, row)
         if hop == 1:
             arrived = self._send(made, beat, row)
         if Op.WEIGHT in (beat.next_ops if hop == 1 else beat.ops):
@@ -241,15 +252,38 @@ class Executor:
     def _send(self, payload: Tree, beat: Beat, row: Row) -> tuple[Tree, ...]:
         return send(payload, self.schedule, self._inbox.num_lanes, beat, row, self.axis)
 
+    def _open(self, letter: Tree, carry: Carry, row: Row) -> tuple[Tree, Carry]:
+        """The payload that a row reads, compared with its checksum."""
+        if not self.verify:
+            return letter, carry
+        first, last = self._ends(row)
+        forward, backward = row.op == Op.FORWARD, row.op == Op.BACKWARD
+        reads = (forward & ~first) | (backward & ~last)
+        mismatch = first_mismatch(letter, reads, row.tick, carry.mismatch)
+        return letter.payload, carry._replace(mismatch=mismatch)
+
+    def _seal(self, made: Tree, row: Row) -> Tree:
+        """What a row made, with its checksum."""
+        if not self.verify:
+            return made
+        first, last = self._ends(row)
+        forward, backward = row.op == Op.FORWARD, row.op == Op.BACKWARD
+        return seal(made, (forward & ~last) | (backward & ~first))
+
+    def _ends(self, row: Row) -> tuple[jax.Array, jax.Array]:
+        """Whether a row is of the first, or of the last of all virtual stages."""
+        stage = jax.lax.axis_index(self.axis)
+        first = (stage == 0) & self._runs(0, row)
+        last = (stage == self.schedule.num_stages - 1) & self._runs(self._chunks[-1], row)
+        return first, last
+
     def _operate(
         self, payload: Tree, carry: Carry, row: Row, ops: frozenset[Op]
     ) -> tuple[Tree, Carry]:
         """Run the forward or backward of one row on what has arrived; return what it made."""
         params = self.own.params
-        stage = jax.lax.axis_index(self.axis)
         forward, backward = row.op == Op.FORWARD, row.op == Op.BACKWARD
-        first = (stage == 0) & self._runs(0, row)
-        last = (stage == self.schedule.num_stages - 1) & self._runs(self._chunks[-1], row)
+        first, last = self._ends(row)
 
         def stem(_: Tree, kept: Tree, moving: Tree) -> tuple[Tree, Tree, Tree]:
             again = self._stem_again(row.microbatch)
@@ -292,7 +326,7 @@ class Executor:
             dparams, _ = self._split_stem.backward(params.stem, again, residuals, dx)
             return _add(sums, dparams)
 
-        _, _, kept, kept_by_stem, left, tops, moving, grads, terms = carry
+        _, _, kept, kept_by_stem, left, tops, moving, grads, terms, _ = carry
         of_stem, of_head = moving.stem, moving.head
         of_body, body_sums = list(chunks_of(moving.body)), list(chunks_of(grads.body))
         stem_sums, head_sums = grads.stem, grads.head

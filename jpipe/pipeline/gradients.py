@@ -19,6 +19,7 @@ def pipeline_value_and_grad(
     *,
     has_aux: bool = False,
     per_replica: bool = False,
+    verify: bool = False,
 ) -> jax.stages.Wrapped:
     """Like `jax.value_and_grad` of the mean loss, by a pipeline over the mesh's `stage` axis.
 
@@ -41,6 +42,10 @@ def pipeline_value_and_grad(
             optimizer that takes their mean by itself, such as `jpipe.optim.compressed_all_reduce`.
             Replicas then exchange nothing during a step: batch statistics are those of a replica's
             own examples, its random numbers its own, and moving state ends as the mean over them.
+        verify: whether to send a CRC32 with each payload from stage to stage, and compare it where
+            the payload is read. There is one more result then, the last: an int32 array with a dim
+            for each axis of the mesh, see `describe_mismatches`. What is gathered or summed over
+            devices, such as gradients over `data`, is not verified.
 
     Returns:
         A jitted `(params, inputs, targets, state=None, key=None, loss_scale=None)
@@ -59,7 +64,7 @@ def pipeline_value_and_grad(
         ValueError: if the mesh lacks `stage`, the schedule's name is unknown, or the table is
             wrong.
     """
-    settings = Settings(stages, loss, mesh, schedule, has_aux, per_replica)
+    settings = Settings(stages, loss, mesh, schedule, has_aux, per_replica, verify)
 
     def value_and_grad(
         params: Params,

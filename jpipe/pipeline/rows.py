@@ -23,6 +23,7 @@ class Row(NamedTuple):
         read: where in the inbox the operation's input lies.
         write: for each lane where in the inbox to put what this tick's exchange brings.
         route: index of the exchange that runs in this tick, the same on every stage.
+        tick: number of the row, the same on every stage.
     """
 
     op: jax.Array
@@ -33,6 +34,7 @@ class Row(NamedTuple):
     read: jax.Array
     write: tuple[jax.Array, ...]
     route: jax.Array
+    tick: jax.Array
 
 
 class Rows(NamedTuple):
@@ -97,6 +99,7 @@ def table_rows(schedule: Schedule, inbox: Inbox, axis: str) -> tuple[list[Beat],
 
     slot, weight_slot = assign_slots(schedule).slot, assign_weight_slots(schedule).slot
     route_of_stage = np.broadcast_to(route[:, None], schedule.op.shape)
+    tick = np.broadcast_to(np.arange(len(route))[:, None], schedule.op.shape)
 
     def row(ahead: int) -> Row:
         return Row(
@@ -108,6 +111,7 @@ def table_rows(schedule: Schedule, inbox: Inbox, axis: str) -> tuple[list[Beat],
             read=column(inbox.read, ahead),
             write=tuple(column(lane, ahead) for lane in written),
             route=column(route_of_stage, ahead),
+            tick=column(tick, ahead),
         )
 
     return beats, Rows(row(0), row(1))

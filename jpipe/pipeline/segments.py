@@ -51,6 +51,7 @@ def pipeline_segments(
     microbatches: int,
     has_aux: bool = False,
     per_replica: bool = False,
+    verify: bool = False,
 ) -> Segments:
     """Like `pipeline_value_and_grad`, but in segments of the same table, with the same bits.
 
@@ -65,13 +66,15 @@ def pipeline_segments(
         microbatches: about so many microbatches are finished in a segment.
         has_aux: as for `pipeline_value_and_grad`.
         per_replica: as for `pipeline_value_and_grad`.
+        verify: as for `pipeline_value_and_grad`; between segments `carry.mismatch` holds what has
+            been found so far.
 
     Raises:
         ValueError: as for `pipeline_value_and_grad`, or if `microbatches` is below 1.
     """
     if microbatches < 1:
         raise ValueError(f"microbatches={microbatches} must be at least 1")
-    settings = Settings(stages, loss, mesh, schedule, has_aux, per_replica)
+    settings = Settings(stages, loss, mesh, schedule, has_aux, per_replica, verify)
     checks.check_schedule_fits(schedule, mesh, schedule.num_microbatches, schedule.num_chunks)
     period = schedule.period or 1
     # Warm-up and cool-down make for more ticks a microbatch than there are in between: round down.

@@ -12,7 +12,7 @@ from jpipe.pipeline import checks
 from jpipe.pipeline.check_model import check_loss
 from jpipe.pipeline.executor import Carry, Executor
 from jpipe.pipeline.layout import lay_out, mean_state, share_grads, share_state
-from jpipe.pipeline.losses import Loss, LossTerms
+from jpipe.pipeline.losses import Loss
 from jpipe.pipeline.per_stage import chunks_of
 from jpipe.pipeline.placed import Placed
 from jpipe.pipeline.retrace import warn_if_compiled_again
@@ -38,6 +38,7 @@ class Settings:
     schedule: Schedule | str
     has_aux: bool
     per_replica: bool
+    verify: bool
 
     def __post_init__(self) -> None:
         checks.check_mesh(self.mesh)
@@ -102,6 +103,8 @@ class Step:
             per_replica=settings.per_replica,
         )
         self._num_replicas = mesh.shape.get(DATA, 1)
+        if settings.verify:
+            checks.check_verifiable(mesh, self._placed.manual)
         check_loss(settings.loss, self._placed.outputs, targets, has_aux=settings.has_aux)
         leaves = jax.tree.leaves((self._placed.variables, inputs, targets))
         shapes = tuple((a.shape, str(a.dtype)) for a in leaves)
@@ -110,8 +113,8 @@ class Step:
     def whole(self) -> tuple[Any, ...]:
         """All ticks in one scan; see `pipeline_value_and_grad`."""
 
-        def on_device(variables: Variables, *rest: Any) -> tuple[Any, Params, Params]:
-            return self._reduce(variables, *self._executor(variables, *rest).run())
+        def on_device(variables: Variables, *rest: Any) -> tuple[Any, ...]:
+            return self._reduce(variables, self._executor(variables, *rest).run())
 
         return self._finished(on_device)
 
@@ -138,9 +141,8 @@ class Step:
     def finish(self, carry: Carry) -> tuple[Any, ...]:
         """What `whole` returns, after the last tick."""
 
-        def on_device(variables: Variables, *rest: Any) -> tuple[Any, Params, Params]:
-            carry = self._unpacked(rest[-1])
-            return self._reduce(variables, carry.terms, carry.grads, carry.moving)
+        def on_device(variables: Variables, *rest: Any) -> tuple[Any, ...]:
+            return self._reduce(variables, self._unpacked(rest[-1]))
 
         return self._finished(on_device, carry=carry)
 
@@ -164,14 +166,14 @@ class Step:
             placed.body_shapes,
             key,
             loss_scale,
+            settings.verify,
             inputs,
             targets,
         )
 
-    def _reduce(
-        self, variables: Variables, terms: LossTerms, grads: Params, moving: Params
-    ) -> tuple[Any, Params, Params]:
-        """What the devices have found, put together."""
+    def _reduce(self, variables: Variables, carry: Carry) -> tuple[Any, ...]:
+        """What the devices have found, put together; what was verified, for each."""
+        terms, grads, moving = carry.terms, carry.grads, carry.moving
         placed, specs = self._placed, self._placed.specs
         # Of the terms only the last stage has any.
         total, weight, aux = jax.lax.psum(terms, tuple(placed.manual))
@@ -187,22 +189,27 @@ class Step:
             grads = jax.tree.map(lambda g: g * scale, grads)
         moving = share_state(moving, variables.moving, specs.moving)
         value = (total / weight, aux) if self._settings.has_aux else total / weight
-        return value, grads, moving
+        return value, grads, moving, self._packed(carry.mismatch)
 
     def _finished(self, on_device: Any, carry: Carry | None = None) -> tuple[Any, ...]:
         """Run what reduces, and bring the gradients into the form of the parameters."""
         settings, placed = self._settings, self._placed
         of_grads = placed.replica_specs if settings.per_replica else placed.specs.params
-        value, grads, moving = self._run(
-            on_device, (PartitionSpec(), of_grads, placed.specs.moving), carry=carry
+        value, grads, moving, mismatches = self._run(
+            on_device,
+            (PartitionSpec(), of_grads, placed.specs.moving, self._of_device),
+            carry=carry,
         )
         if settings.stages.partition is not None:
             (grads,) = lay_out(settings.mesh, grads, of_grads)
         tied_back = functools.partial(settings.stages.tied_back, stored=self._stored)
         grads = jax.vmap(tied_back)(grads) if settings.per_replica else tied_back(grads)
-        if not self._had_state:
-            return value, grads
-        return value, grads, State(moving, placed.variables.constant).whole()
+        results = [value, grads]
+        if self._had_state:
+            results.append(State(moving, placed.variables.constant).whole())
+        if settings.verify:
+            results += lay_out(settings.mesh, mismatches, PartitionSpec())
+        return tuple(results)
 
     def _run(
         self, on_device: Any, out_specs: Any, *scalars: Any, carry: Carry | None = None
@@ -219,10 +226,9 @@ class Step:
     def _of_device(self) -> PartitionSpec:
         return PartitionSpec(*self._settings.mesh.axis_names)
 
-    def _packed(self, carry: Carry) -> Carry:
+    def _packed(self, own: Tree) -> Any:
         ones = (1,) * len(self._settings.mesh.axis_names)
-        packed: Carry = jax.tree.map(lambda a: a.reshape(*ones, *a.shape), carry)
-        return packed
+        return jax.tree.map(lambda a: a.reshape(*ones, *a.shape), own)
 
     def _unpacked(self, carry: Carry) -> Carry:
         dims = len(self._settings.mesh.axis_names)

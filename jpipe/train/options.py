@@ -94,6 +94,7 @@ class TrainOptions:
     resume: str = "auto"
     max_restarts: int = 0
     comm_timeout: float = 600.0
+    verify_comm: bool = False
     out: str | None = None
     platform: str = "auto"
     dry_run: bool = False
@@ -113,7 +114,7 @@ FREE = frozenset(
     """
     mesh data steps microbatches schedule chunks recompute eval_every snapshot_every_steps
     snapshot_every_microbatches keep_snapshots keep_every snapshot_errors resume max_restarts
-    comm_timeout out platform dry_run distributed coordinator num_processes process_id
+    comm_timeout verify_comm out platform dry_run distributed coordinator num_processes process_id
     """.split()
 )
 """Options in which a run may differ from the one that it goes on with. Of the data it is not the
@@ -252,6 +253,11 @@ def parse_options(argv: Sequence[str] | None = None) -> TrainOptions:
         "any time",
         type=argument(_timeout),
         metavar="SECONDS",
+    )
+    add(
+        "--verify-comm",
+        "send a CRC32 with what goes from stage to stage, compare it, and repeat what was damaged",
+        action="store_true",
     )
     add("--out", "run folder; none for a new one below runs/", metavar="FOLDER")
     add("--platform", "devices to use", choices=["auto", "cpu", "gpu", "tpu"])

@@ -72,7 +72,7 @@ def identity(options: TrainOptions) -> dict[str, Any]:
 
 def identity_within_a_step(options: TrainOptions) -> dict[str, Any]:
     """What a run to go on with in the middle of a step must share beside; fit for JSON."""
-    names = ("mesh", "schedule", "chunks", "microbatches", "recompute")
+    names = ("mesh", "schedule", "chunks", "microbatches", "recompute", "verify_comm")
     shared = {name: getattr(options, name) for name in names}
     return {**shared, "every": options.snapshot_every_microbatches, "jax": jax.__version__}
 

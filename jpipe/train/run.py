@@ -16,12 +16,13 @@ from jpipe.optim import LossScaleError, check_loss_scale, loss_scale_state
 from jpipe.pipeline import batch_sharding, pipeline_evaluate
 from jpipe.processes import is_main, place_batch
 from jpipe.schedule import save_figure
+from jpipe.snapshot import Snapshot
 from jpipe.train.interrupt import Interrupt
 from jpipe.train.plot import draw_losses
 from jpipe.train.report import describe_loss, describe_phases, make_progress, print_header
 from jpipe.train.run_snapshots import RunSnapshots
 from jpipe.train.setup import Setup
-from jpipe.train.stepper import Stepper
+from jpipe.train.stepper import DamagedError, Stepper
 from jpipe.train_step import (
     Metrics,
     TrainState,
@@ -31,9 +32,12 @@ from jpipe.train_step import (
 )
 from jpipe.watchdog import Watchdog
 
+_REPEATS = 3  # of a step that arrives damaged
 
-class NotFiniteError(ArithmeticError):
-    """The loss or the gradient norm of a step is infinite or not a number."""
+
+class StepError(ArithmeticError):
+    """A step that leads nowhere: its loss or gradient norm is infinite or not a number, or what
+    stages send each other is damaged again and again."""
 
 
 class Programs(NamedTuple):
@@ -59,6 +63,7 @@ class Run:
         self.losses: dict[int, float] = {}
         self.validation: dict[int, float] = {}
         self.skipped = 0  # steps that the loss scale skipped
+        self.damaged: dict[int, int] = {}  # how often each step was
         self.snapshots = RunSnapshots(setup, self._say)
         self.watchdog = Watchdog(setup.options.comm_timeout or None)
         self.startup: dict[str, float] = {}  # seconds of each phase
@@ -86,19 +91,48 @@ class Run:
                 if setup.options.dry_run:
                     return interrupt.status
                 with self._phase("making the state"):
-                    state, within = self._first_state(programs)
+                    state, within = self._state(programs, setup.snapshot)
             try:
-                state = self._train(state, within, programs, interrupt)
+                while True:
+                    try:
+                        state = self._train(state, within, programs, interrupt)
+                        break
+                    except DamagedError as error:
+                        state, within = self._go_back(error, programs)
                 if interrupt.terminated:
                     return interrupt.status
                 self._finish(state, programs, interrupt, started)
-            except NotFiniteError as error:
+            except StepError as error:
                 self._draw()
                 self.console.print(f"error: {error}", style="red", soft_wrap=True)
                 return FAILED
         return interrupt.status
 
-    def _first_state(self, programs: Programs) -> tuple[TrainState, tuple[Any, int] | None]:
+    def _go_back(
+        self, error: DamagedError, programs: Programs
+    ) -> tuple[TrainState, tuple[Any, int] | None]:
+        """Where to go on after a step was damaged."""
+        step = int(error.state.step) + 1
+        self.damaged[step] = count = self.damaged.get(step, 0) + 1
+        told = f"step {step}: {error}"
+        if count > _REPEATS:
+            raise StepError(
+                f"{told}, for the {count}th time: a device or a link is at fault. "
+                f"{self.setup.folder.path} keeps what came before"
+            ) from error
+        snapshot = self.snapshots.newest()
+        if snapshot is None:
+            self._say(f"warning: {told}; repeating the step")
+            self.setup.task.batches.set_state(error.cursor)
+            return error.state, None
+        self._say(f"warning: {told}; repeating from {snapshot.path}")
+        jax.tree.map(jax.Array.delete, error.state)  # there may be no room for another beside it
+        self.setup.task.batches.set_state(snapshot.manifest.extra["data"])
+        return self._state(programs, snapshot)
+
+    def _state(
+        self, programs: Programs, snapshot: Snapshot | None
+    ) -> tuple[TrainState, tuple[Any, int] | None]:
         """A fresh one, or that of the snapshot to go on from, and what is held within its step."""
         setup = self.setup
         state = init_train_state(
@@ -107,7 +141,8 @@ class Run:
             setup.mesh,
             partition=setup.task.model.stages.partition,
         )
-        state, within = self.snapshots.restore(state, programs.stepper.carry)
+        state, within = self.snapshots.restore(snapshot, state, programs.stepper.carry)
+        self.skipped = 0
         for row in setup.folder.rewind(int(state.step)):
             self.skipped += row.get("skipped", False)
             if "loss" in row and not row.get("skipped"):
@@ -191,7 +226,7 @@ class Run:
                 within = None
                 seconds = time.perf_counter() - started
                 rate = items / seconds
-                if step == first:
+                if "the first step" not in self.startup:
                     self.startup["the first step"] = seconds
                     made = self.startup["making the state"]
                     self._say(f"the state was made in {made:.1f} s, the first step {seconds:.1f} s")
@@ -199,7 +234,7 @@ class Run:
                 if options.eval_every and step % options.eval_every == 0 and step < options.steps:
                     try:
                         record["validation_loss"] = self._evaluate(step, state, programs)
-                    except NotFiniteError:
+                    except StepError:
                         setup.folder.log(record)  # the step itself was sound
                         raise
                 setup.folder.log(record)
@@ -225,12 +260,12 @@ class Run:
             try:
                 check_loss_scale(state.opt_state)
             except LossScaleError as error:
-                raise NotFiniteError(f"step {step}: {error}. {keeps}") from error
+                raise StepError(f"step {step}: {error}. {keeps}") from error
             self.skipped += 1
             sound = {name: value for name, value in record.items() if math.isfinite(value)}
             return {**sound, "skipped": True}
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise NotFiniteError(
+            raise StepError(
                 f"step {step}: the loss is {loss}, the gradient norm {grad_norm}; a lower "
                 f"--learning-rate than {self.setup.options.learning_rate} may help. {keeps}"
             )
@@ -245,7 +280,7 @@ class Run:
         value, aux = programs.evaluate(state.params, *batch, state.model_state)
         loss = float(value)
         if not math.isfinite(loss):
-            raise NotFiniteError(
+            raise StepError(
                 f"step {step}: after its update the validation loss is {loss}; a lower "
                 f"--learning-rate than {setup.options.learning_rate} may help. "
                 f"{setup.folder.path} keeps what came before"
@@ -281,6 +316,7 @@ class Run:
                 "bytes_per_device": programs.memory.total,
                 "bytes_on_one_device": programs.memory_alone and programs.memory_alone.total,
                 "skipped_steps": self.skipped,
+                "damaged_steps": sum(self.damaged.values()),
                 **self.snapshots.summary(),
                 "startup_seconds": self.startup,
                 "seconds": time.perf_counter() - started,

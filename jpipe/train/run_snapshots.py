@@ -4,7 +4,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jpipe.snapshot import MismatchError, SnapshotError, SnapshotStore
+from jpipe.snapshot import (
+    MismatchError,
+    Snapshot,
+    SnapshotError,
+    SnapshotStore,
+    newest_good,
+)
 from jpipe.train.resume import FOLDER, identity, identity_within_a_step
 from jpipe.train.setup import Setup
 from jpipe.train_step import TrainState
@@ -34,10 +40,19 @@ class RunSnapshots:
                 keep_every=options.keep_every,
             )
 
-    def restore(self, state: TrainState, carry: Any | None) -> tuple[TrainState, Any | None]:
+    def newest(self) -> Snapshot | None:
+        """The newest good snapshot of this run, or else what it began with, if that was one."""
+        self._try(lambda store: store.wait())
+        own = None if self._store is None else newest_good(self._setup.folder.path / FOLDER)
+        return own or self._setup.snapshot
+
+    def restore(
+        self, snapshot: Snapshot | None, state: TrainState, carry: Any | None
+    ) -> tuple[TrainState, Any | None]:
         """What the run goes on from: a state, and in the middle of a step what is held there.
 
         Args:
+            snapshot: the snapshot; None to begin anew.
             state: a fresh one.
             carry: shapes and shardings of what is held within a step; None if that is not asked
                 for.
@@ -49,7 +64,6 @@ class RunSnapshots:
         Raises:
             MismatchError: if the snapshot is that of another model.
         """
-        snapshot = self._setup.snapshot
         if snapshot is None:
             return state, None
         try:
@@ -59,7 +73,7 @@ class RunSnapshots:
             raise MismatchError(f"{snapshot.path} does not fit: {error}") from error
         manifest, within = snapshot.manifest, None
         if manifest.microbatch:
-            within = self._restore_within(carry)
+            within = self._restore_within(snapshot, carry)
         self._newest = (manifest.step, manifest.microbatch if within else 0)
         if self._store is not None:
             self._store.forget_after(*self._newest)
@@ -77,9 +91,7 @@ class RunSnapshots:
             )
         return restored, within
 
-    def _restore_within(self, carry: Any | None) -> tuple[Any, int] | None:
-        snapshot = self._setup.snapshot
-        assert snapshot is not None
+    def _restore_within(self, snapshot: Snapshot, carry: Any | None) -> tuple[Any, int] | None:
         within = snapshot.manifest.extra["within"]
         if carry is None or within["identity"] != identity_within_a_step(self._setup.options):
             return None

@@ -116,7 +116,7 @@ def prepare(options: TrainOptions) -> Setup:
     _check_processes(mesh)
     rows = own_rows(mesh, microbatch_size)
     task.place(mesh, schedule.num_chunks)
-    _check_segments(options, mesh, task)
+    _check_apart(options, mesh, task)
     snapshot = find_snapshot(options)  # uses JAX, so not before its devices are chosen
     _check_finished(options, snapshot)
     if snapshot is not None:
@@ -177,17 +177,18 @@ def _goes_on(options: TrainOptions, snapshot: Snapshot | None) -> bool:
     return True
 
 
-def _check_segments(options: TrainOptions, mesh: Mesh, task: Task) -> None:
-    """Refuse snapshots within a step where there is no within, or XLA holds what is in it."""
+def _check_apart(options: TrainOptions, mesh: Mesh, task: Task) -> None:
+    """Refuse to look into a step where there is no within, or XLA holds what is in it."""
     every = options.snapshot_every_microbatches
-    if every is None:
-        return
-    asked = f"--snapshot-every-microbatches {every}"
-    if every >= options.microbatches:
+    if every is not None and every >= options.microbatches:
         raise ValueError(
-            f"{asked} must be below --microbatches {options.microbatches}, for there to be one "
-            "within a step"
+            f"--snapshot-every-microbatches {every} must be below --microbatches "
+            f"{options.microbatches}, for there to be one within a step"
         )
+    asked = "" if every is None else f"--snapshot-every-microbatches {every}"
+    asked = "--verify-comm" if options.verify_comm else asked
+    if not asked:
+        return
     has_state = not isinstance(jax.eval_shape(task.init), Params)
     divided = mesh.shape[DATA] > 1 and has_state and options.compression == "none"
     if mesh.shape[MODEL] > 1 or divided:

@@ -6,11 +6,25 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jpipe.pipeline import describe_mismatches
 from jpipe.train.run_snapshots import RunSnapshots
 from jpipe.train.setup import Setup
 from jpipe.train_step import Metrics, TrainState, make_segmented_step, make_train_step
 
 Batch = Any
+
+
+class DamagedError(Exception):
+    """What one stage sent another did not arrive as it was.
+
+    Attributes:
+        state: what the step began with.
+        cursor: where in the data it began.
+    """
+
+    def __init__(self, told: str, state: TrainState, cursor: dict[str, int]) -> None:
+        super().__init__(told)
+        self.state, self.cursor = state, cursor
 
 
 class Stepper:
@@ -27,27 +41,31 @@ class Stepper:
     """
 
     def __init__(self, setup: Setup, state: TrainState, batch: list[jax.ShapeDtypeStruct]) -> None:
-        self._setup = setup
+        self._setup, self._verify = setup, setup.options.verify_comm
         stages, task = setup.task.model.stages, setup.task
         every = setup.options.snapshot_every_microbatches
         self.carry: Any = None
         parts = (stages, task.loss, setup.optimizer, setup.mesh, setup.schedule)
         if every is None:
-            self._lowered = {"step": make_train_step(*parts).lower(state, *batch)}
+            self._lowered = {
+                "step": make_train_step(*parts, verify=self._verify).lower(state, *batch)
+            }
             return
-        step = make_segmented_step(*parts, every)
+        segments = make_segmented_step(*parts, every, verify=self._verify)
         own = NamedSharding(setup.mesh, PartitionSpec(*setup.mesh.axis_names))
         self.carry = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=own),
-            jax.eval_shape(step.start, state, *batch),
+            jax.eval_shape(segments.start, state, *batch),
         )
         first = jax.ShapeDtypeStruct((), "int32")
-        self._firsts, self._every = step.firsts, every
+        self._firsts, self._every = segments.firsts, every
         self._lowered = {
-            "start": step.start.lower(state, *batch),
-            "advance": step.advance.lower(self.carry, first, state, *batch),
-            "finish": step.finish.lower(self.carry, state, *batch),
+            "start": segments.start.lower(state, *batch),
+            "advance": segments.advance.lower(self.carry, first, state, *batch),
+            "finish": segments.finish.lower(self.carry, state, *batch),
         }
+        if self._verify:
+            self._lowered["mismatches"] = segments.mismatches.lower(self.carry)
 
     def compile(self) -> None:
         """Compile what was lowered."""
@@ -79,9 +97,13 @@ class Stepper:
         Returns:
             The state and what to report; or, if the run is to end, the state that the step began
             with and None.
+
+        Raises:
+            DamagedError: if something was damaged on its way between stages.
         """
         if self.carry is None:
             new: tuple[TrainState, Metrics] = self._compiled["step"](state, *batch)
+            self._check(new[1].mismatches, new[0], cursor)
             return new
         carry, k = within or (self._compiled["start"](state, *batch), 0)
         while k < len(self._firsts):
@@ -89,9 +111,22 @@ class Stepper:
             carry = self._compiled["advance"](carry, first, state, *batch)
             k += 1
             jax.block_until_ready(carry)  # simulated devices stall with several in flight
+            if self._verify:
+                self._check(self._compiled["mismatches"](carry), state, cursor)
             if k < len(self._firsts):
                 snapshots.within_step(state, carry, k, k * self._every, cursor)
                 if ends():
                     return state, None
         finished: tuple[TrainState, Metrics] = self._compiled["finish"](carry, state, *batch)
         return finished
+
+    def _check(
+        self, mismatches: jax.Array | None, state: TrainState, cursor: dict[str, int]
+    ) -> None:
+        if mismatches is None:
+            return
+        setup = self._setup
+        told = list(describe_mismatches(mismatches, setup.schedule, setup.mesh))
+        if told:
+            more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
+            raise DamagedError(f"{told[0]}, arrived damaged{more}", state, cursor)
