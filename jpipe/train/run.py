@@ -126,7 +126,9 @@ class Run:
             self.setup.task.batches.set_state(error.cursor)
             return error.state, None
         self._say(f"warning: {told}; repeating from {snapshot.path}")
-        jax.tree.map(jax.Array.delete, error.state)  # there may be no room for another beside it
+        jax.tree.map(
+            lambda a: a.delete(), error.state
+        )  # there may be no room for another beside it
         self.setup.task.batches.set_state(snapshot.manifest.extra["data"])
         return self._state(programs, snapshot)
 
