@@ -1,10 +1,11 @@
-"""Starts a command again when it dies.
+"""Starts processes again when one of them dies.
 
-The command is a process of its own, since what kills a run may not be caught within it: the kernel,
-a library's abort, a collective that waits for ever. It must go on where it was by itself.
+They are processes of their own, since what kills a run may not be caught within it: the kernel, a
+library's abort, a collective that waits for ever. They must go on where they were by themselves.
 """
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ _PIPE = (
 )
 _LONGEST = 60.0  # seconds between an end and the next start
 _POLL = 0.05
+_GRACE = 30.0  # seconds in which processes that work together end, once one has ended by itself
 
 
 def is_supervised() -> bool:
@@ -40,7 +42,7 @@ def end_with_supervisor() -> None:
 
 
 def supervise(
-    command: Sequence[str],
+    commands: Callable[[], Sequence[Sequence[str]]],
     *,
     max_restarts: int,
     progress: Callable[[], Any],
@@ -48,31 +50,32 @@ def supervise(
     patience: float | None = 60.0,
     first_delay: float = 1.0,
 ) -> int:
-    """Run a command until it ends by itself.
+    """Run one or several processes that work together, until they end by themselves.
 
-    It is started again if a signal ended it, or with the statuses `jpipe.cli.CRASHED` and `WEDGED`;
-    any other is its own decision. Between two starts passes a time that doubles. SIGTERM and SIGINT
-    are handed on to the command, and then its end is the end.
+    They are started again if a signal ended one, or it ended with the statuses `jpipe.cli.CRASHED`
+    or `WEDGED`; any other is its own decision. What is left of the others then is killed: it would
+    wait for the one that is missing. Between two starts passes a time that doubles. SIGTERM and
+    SIGINT are handed on, and then their end is the end.
 
     Args:
-        command: the command and its arguments.
-        max_restarts: how often in a row it may be started again without progress in between. A
-            command that always dies at the same place is so told from one that only was unlucky.
+        commands: makes the command of each process, anew for each start.
+        max_restarts: how often in a row they may be started again without progress in between. What
+            always dies at the same place is so told from what only was unlucky.
         progress: anything that changes with progress, such as the newest snapshot.
         say: where to report.
-        patience: seconds after which a command that was stopped (SIGSTOP) is killed; None to let
+        patience: seconds after which a process that was stopped (SIGSTOP) is killed; None to let
             it be.
         first_delay: seconds before the first restart.
 
     Returns:
-        The command's exit status, as a shell has it.
+        The exit status of the first that did not end well, as a shell has it, or else 0.
     """
     failures = 0
     with _signals() as (received, hand_on):
         while True:
             before = progress()
-            status = _run(command, hand_on, patience, say)
-            if received or not (status < 0 or status in (CRASHED, WEDGED)):
+            status = _run(commands(), hand_on, patience, say)
+            if received or not _died(status):
                 return _as_shell(status)
             failures = 1 if progress() != before else failures + 1
             if failures > max_restarts:
@@ -91,33 +94,53 @@ def supervise(
 
 
 def _run(
-    command: Sequence[str],
+    commands: Sequence[Sequence[str]],
     hand_on: list[int],
     patience: float | None,
     say: Callable[[str], None],
 ) -> int:
-    """The command's exit status; negative if a signal ended it."""
+    """The exit status of the first that did not end well, or 0; negative if a signal ended it."""
     reader, writer = os.pipe()
+    environment = {**os.environ, _PIPE: str(reader)}
+    processes: list[subprocess.Popen[bytes]] = []
     try:
-        process = subprocess.Popen(
-            command, pass_fds=(reader,), env={**os.environ, _PIPE: str(reader)}
-        )
+        for command in commands:
+            processes.append(subprocess.Popen(command, pass_fds=(reader,), env=environment))
         os.close(reader)
-        stopped: float | None = None
-        while process.poll() is None:
+        stopped: dict[int, float] = {}
+        first = 0  # status of the first that did not end well
+        deadline = math.inf
+        while running := [p for p in processes if p.poll() is None]:
+            ended = [process.returncode or 0 for process in processes]
+            if not first and any(ended):
+                first = next(status for status in ended if status)
+                deadline = time.monotonic() + (0 if _died(first) else _GRACE)
+            if time.monotonic() >= deadline:
+                for process in running:
+                    process.kill()
             while hand_on:
-                process.send_signal(hand_on.pop(0))
-            if not _is_stopped(process.pid):
-                stopped = None
-            elif stopped is None:
-                stopped = time.monotonic()
-            elif patience is not None and time.monotonic() - stopped > patience:
-                say(f"it was stopped for {patience:g} s: killing it")
-                process.kill()
+                number = hand_on.pop(0)
+                for process in running:
+                    process.send_signal(number)
+            for pid in [p.pid for p in running]:
+                since = stopped.setdefault(pid, time.monotonic())
+                if not _is_stopped(pid):
+                    del stopped[pid]
+                elif patience is not None and time.monotonic() - since > patience:
+                    say(f"process {pid} was stopped for {patience:g} s: killing it")
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(_POLL)
-        return process.returncode
+        return first or next((p.returncode for p in processes if p.returncode), 0)
     finally:
+        for process in processes:
+            process.kill()
+            process.wait()
         os.close(writer)
+
+
+def _died(status: int) -> bool:
+    """Whether a process has ended, but not by its own decision."""
+    return status < 0 or status in (CRASHED, WEDGED)
 
 
 def _is_stopped(pid: int) -> bool:

@@ -1,5 +1,6 @@
 """What dies is started again; what ends by itself is not; nothing is left behind."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -30,7 +31,7 @@ start = len((folder / "starts").read_text())
 def run(tmp_path, code, max_restarts=3, **settings):
     said = []
     status = supervise(
-        script(tmp_path, code),
+        lambda: [script(tmp_path, code)],
         max_restarts=max_restarts,
         progress=lambda: sorted(p.name for p in tmp_path.glob("progress-*")),
         say=said.append,
@@ -101,7 +102,7 @@ SUPERVISOR = """
 import sys
 from jpipe.supervise import supervise
 command = {command!r}
-sys.exit(supervise(command, max_restarts=3, progress=lambda: 0, say=print))
+sys.exit(supervise(lambda: [command], max_restarts=3, progress=lambda: 0, say=print))
 """
 
 
@@ -158,3 +159,69 @@ def test_no_orphan_is_left_if_the_supervisor_is_killed(tmp_path):
     process.kill()
     process.wait()
     wait_until_gone(pid)
+
+
+def together(tmp_path, code, count=3, **settings):
+    """Several processes that know their number and how often they were started."""
+    said, starts = [], itertools.count(1)
+
+    def commands():
+        start = next(starts)
+        header = f"import os, signal, sys, time\nfrom pathlib import Path\nstart = {start}\n"
+        header += f"folder = Path({str(tmp_path)!r})\n"
+        body = textwrap.dedent(code)
+        return [[sys.executable, "-c", f"{header}number = {k}\n{body}"] for k in range(count)]
+
+    begun = time.monotonic()
+    status = supervise(
+        commands,
+        max_restarts=2,
+        progress=lambda: 0,
+        say=said.append,
+        first_delay=0.01,
+        **settings,
+    )
+    return status, next(starts) - 1, said, time.monotonic() - begun
+
+
+@pytest.mark.parametrize(
+    "death", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(86)", "sys.exit(70)"]
+)
+@pytest.mark.parametrize("number", [0, 2])
+def test_if_one_dies_all_are_started_again(tmp_path, death, number):
+    code = f"""
+    if start == 1:
+        if number == {number}: {death}
+        (folder / f"pid-{{number}}").write_text(str(os.getpid()))
+        time.sleep(100)
+    """
+    status, starts, _, seconds = together(tmp_path, code)
+    assert (status, starts) == (0, 2)
+    assert seconds < 30
+    for path in tmp_path.glob("pid-*"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.read_text()), 0)
+
+
+def test_if_one_is_stopped_all_are_started_again(tmp_path):
+    code = """
+    if start == 1:
+        if number == 1: os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(100)
+    """
+    status, starts, said, _ = together(tmp_path, code, patience=0.5)
+    assert (status, starts) == (0, 2)
+    assert "was stopped for 0.5 s: killing it" in said[0]
+
+
+def test_the_others_end_with_one_that_was_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("jpipe.supervise._GRACE", 0.5)
+    code = "sys.exit(2) if number == 0 else time.sleep(100)"
+    status, starts, _, seconds = together(tmp_path, code)
+    assert (status, starts) == (2, 1)
+    assert seconds < 30
+
+
+def test_one_may_end_long_before_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr("jpipe.supervise._GRACE", 0.1)
+    assert together(tmp_path, "time.sleep(1.5 * number)")[:3] == (0, 1, [])

@@ -28,13 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         from jpipe.supervise import end_with_supervisor, is_supervised
         from jpipe.train.cache import enable_compilation_cache
         from jpipe.train.options import parse_options
-        from jpipe.train.restart import run_and_restart
+        from jpipe.train.restart import run_and_restart, starts_group
         from jpipe.train.run import Run
         from jpipe.train.setup import prepare
 
         try:
             options = parse_options(argv)
-            if options.max_restarts and not is_supervised():
+            if not is_supervised() and (options.max_restarts or starts_group(options)):
                 return run_and_restart(sys.argv[1:] if argv is None else argv, options)
             if is_supervised():
                 end_with_supervisor()

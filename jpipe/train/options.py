@@ -264,7 +264,12 @@ def parse_options(argv: Sequence[str] | None = None) -> TrainOptions:
     add("--dry-run", "compile, report memory and schedule, stop", action="store_true")
     add("--distributed", "join other processes, on SLURM and the like", action="store_true")
     add("--coordinator", "join them by hand: address of process 0", metavar="HOST:PORT")
-    add("--num-processes", "how many processes there are", type=positive, metavar="N")
+    add(
+        "--num-processes",
+        "how many processes there are; alone: start them here, with --platform cpu",
+        type=positive,
+        metavar="N",
+    )
     add("--process-id", "which of them this is, from 0", type=whole_number(0), metavar="N")
     values = vars(parser.parse_args(argv))
     return TrainOptions(**{**values, "data": tuple(values["data"])})

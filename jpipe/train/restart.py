@@ -1,5 +1,6 @@
-"""A run that is started again when it dies: the command as its own supervisor."""
+"""Processes of a run that are started here, and again when they die: the command supervises."""
 
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +11,26 @@ from jpipe.train.resume import FOLDER
 from jpipe.train.run_folder import new_folder
 
 
+def starts_group(options: TrainOptions) -> bool:
+    """Whether the options ask for several processes on this machine.
+
+    Raises:
+        ValueError: if they ask for devices that processes cannot share.
+    """
+    alone = options.coordinator is None and options.process_id is None and not options.distributed
+    if options.num_processes is None or not alone:
+        return False
+    if options.platform != "cpu":
+        raise ValueError(
+            f"--num-processes {options.num_processes} without --coordinator starts processes that "
+            "share this machine, which works for --platform cpu; accelerators want one process a "
+            "machine: give --coordinator and --process-id, or leave all of these out"
+        )
+    return True
+
+
 def run_and_restart(argv: Sequence[str], options: TrainOptions) -> int:
-    """Run the command in a process of its own, and again if it dies.
+    """Run the command in a process of its own, or in several, and again if one dies.
 
     Args:
         argv: its arguments.
@@ -27,8 +46,20 @@ def run_and_restart(argv: Sequence[str], options: TrainOptions) -> int:
     def newest() -> list[str]:
         return sorted(p.name for p in snapshots.glob("step-*")) if snapshots.is_dir() else []
 
+    def commands() -> list[list[str]]:
+        command = [sys.executable, "-m", "jpipe.train", *argv, *out]
+        if not starts_group(options):
+            return [command]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        return [
+            [*command, "--coordinator", address, "--process-id", str(k)]
+            for k in range(options.num_processes or 0)
+        ]
+
     return supervise(
-        [sys.executable, "-m", "jpipe.train", *argv, *out],
+        commands,
         max_restarts=options.max_restarts,
         progress=newest,
         say=lambda text: print(f"supervisor: {text}", file=sys.stderr, flush=True),

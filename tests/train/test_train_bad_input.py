@@ -46,7 +46,11 @@ CASES = {
         ["--model", "resnet18", "--batch-size", "2000", "--microbatches", "10"],
         ["200", "179 images"],
     ),
-    "half a connection": (["--num-processes", "2"], ["coordinator and process_id missing"]),
+    "processes that cannot share a machine": (
+        ["--num-processes", "2"],
+        ["--num-processes 2 without --coordinator", "--platform cpu"],
+    ),
+    "half a connection": (["--num-processes", "2", "--process-id", "0"], ["coordinator missing"]),
     "no such process": (
         ["--num-processes", "2", "--process-id", "2", "--coordinator", "localhost:1"],
         ["process_id=2", "between 0 and num_processes - 1 = 1"],
