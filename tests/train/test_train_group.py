@@ -1,0 +1,125 @@
+"""Processes that one command starts together: what happens to one of them is made good."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from train.test_train_resume import assert_same_run
+from train.test_train_run import metrics
+
+GROUP = """
+--layers 4 --width 16 --heads 2 --context 16 --batch-size 8 --microbatches 4 --steps 300
+--eval-every 0 --platform cpu --mesh 2 --num-processes 2 --snapshot-every-steps 20
+--max-restarts 3 --comm-timeout 20
+""".split()
+
+# Once a file says so, process 1 waits for ever, with Python's lock held: its watchdog does, too.
+WEDGE = """
+import ctypes, os, sys, threading, time
+def wait():
+    while not os.path.exists({file!r}):
+        time.sleep(0.05)
+    os.remove({file!r})
+    ctypes.PyDLL(None).pause()
+if sys.argv[-2:] == ["--process-id", "1"]:
+    threading.Thread(target=wait, daemon=True).start()
+"""
+
+
+def start(folder, **environment):
+    return subprocess.Popen(
+        [sys.executable, "-m", "jpipe.train", *GROUP, "--out", str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | environment,
+    )
+
+
+def workers(process):
+    """Process ids of its children, in the order of their numbers."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in children]
+
+
+def wait_for_lines(process, folder, count):
+    path, deadline = folder / "metrics.jsonl", time.monotonic() + 180
+    while not (path.exists() and path.read_text().count("\n") >= count):
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    process = start(folder)
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    return folder
+
+
+def kill(pids, tmp_path):
+    os.kill(pids[1], signal.SIGKILL)
+
+
+def kill_first(pids, tmp_path):
+    os.kill(pids[0], signal.SIGKILL)
+
+
+def stop(pids, tmp_path):
+    os.kill(pids[1], signal.SIGSTOP)
+
+
+def wedge(pids, tmp_path):
+    (tmp_path / "wedge").touch()
+
+
+@pytest.mark.parametrize(
+    "fault", [kill, *(pytest.param(f, marks=pytest.mark.slow) for f in (kill_first, stop, wedge))]
+)
+def test_the_group_recovers(fault, whole, tmp_path):
+    folder, site = tmp_path / "run", tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(WEDGE.format(file=str(tmp_path / "wedge")))
+    process = start(folder, PYTHONPATH=str(site))
+    try:
+        wait_for_lines(process, folder, 50)
+        pids = workers(process)
+        fault(pids, tmp_path)
+        out, _ = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 0, out
+    assert "supervisor: it " in out
+    assert "going on after step" in out
+    assert_same_run(folder, whole)
+    assert [row["step"] for row in metrics(folder)] == list(range(1, 301))
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.slow
+def test_sigterm_ends_the_group_with_a_snapshot(whole, tmp_path):
+    folder = tmp_path / "run"
+    process = start(folder)
+    wait_for_lines(process, folder, 30)
+    pids = workers(process)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 143, out
+    newest = sorted((folder / "snapshots").iterdir())[-1]
+    assert newest.name == f"step-{metrics(folder)[-1]['step']:08d}"
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    process = start(folder)
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    assert_same_run(folder, whole)
