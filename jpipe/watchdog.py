@@ -32,6 +32,7 @@ class Watchdog:
             raise ValueError(f"seconds={seconds} must be at least {LEAST}, or None for no watchdog")
         self._seconds = seconds
         self._piece: tuple[str, float] | None = None  # what it is, and when it must be done
+        self._noted = ""
         self._closed = threading.Event()
         if seconds is not None:
             threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
@@ -46,11 +47,20 @@ class Watchdog:
         if self._seconds is None:
             yield
             return
+        self._noted = ""
         self._piece = piece, time.monotonic() + self._seconds
         try:
             yield
         finally:
             self._piece = None
+
+    def note(self, done: str) -> None:
+        """Say how far the piece at hand has come, to be told if it comes no further.
+
+        Args:
+            done: such as `tick 8 of 38`.
+        """
+        self._noted = done
 
     def close(self) -> None:
         """Stop watching."""
@@ -65,7 +75,8 @@ class Watchdog:
 
     def _end(self, piece: str) -> None:
         sys.stderr.write(
-            f"\nerror: process {os.getpid()}: {piece} was not done after {self._seconds:g} s: a "
+            f"\nerror: process {os.getpid()}: {piece} was not done after {self._seconds:g} s"
+            f"{self._noted and f' (the last known of it: {self._noted})'}: a "
             "device or another process has stopped, or waits for ever; where every thread is:\n"
         )
         faulthandler.dump_traceback(all_threads=True)

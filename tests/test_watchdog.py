@@ -14,11 +14,12 @@ import time
 from jpipe.watchdog import Watchdog
 watchdog = Watchdog(0.5)
 with watchdog.watch("step 11"):
-    pass
+    watchdog.note("tick 3 of 38")
 time.sleep(1)  # nothing is watched here
 def a_place_to_be_stuck_in():
     time.sleep(60)
 with watchdog.watch("step 12"):
+    watchdog.note("tick 8 of 38")
     a_place_to_be_stuck_in()
 """
 
@@ -28,9 +29,11 @@ def test_what_is_stuck_is_ended_with_its_stacks():
     run = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=50)
     assert run.returncode == WEDGED
     assert time.monotonic() - began < 30
-    assert "step 12 was not done after 0.5 s" in run.stderr
+    expected = "step 12 was not done after 0.5 s (the last known of it: tick 8 of 38): a device"
+    assert expected in run.stderr
     assert "a_place_to_be_stuck_in" in run.stderr
     assert "step 11" not in run.stderr
+    assert "tick 3" not in run.stderr
 
 
 def test_off():

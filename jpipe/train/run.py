@@ -220,7 +220,13 @@ class Run:
                 )
                 with self.watchdog.watch(f"step {step}"):
                     state, metrics = programs.stepper.take(
-                        state, batch, cursor, self.snapshots, within, lambda: interrupt.terminated
+                        state,
+                        batch,
+                        cursor,
+                        self.snapshots,
+                        within,
+                        lambda: interrupt.terminated,
+                        self.watchdog.note,
                     )
                     if metrics is None:
                         break

@@ -59,6 +59,7 @@ class Stepper:
         )
         first = jax.ShapeDtypeStruct((), "int32")
         self._firsts, self._every = segments.firsts, every
+        self._period = setup.schedule.period or 1
         self._lowered = {
             "start": segments.start.lower(state, *batch),
             "advance": segments.advance.lower(self.carry, first, state, *batch),
@@ -82,6 +83,7 @@ class Stepper:
         snapshots: RunSnapshots,
         within: tuple[Any, int] | None,
         ends: Callable[[], bool],
+        note: Callable[[str], None],
     ) -> tuple[TrainState, Metrics | None]:
         """One step.
 
@@ -93,6 +95,7 @@ class Stepper:
             within: what is held in the middle of the step, and the segment to go on with; None to
                 begin it.
             ends: whether the run is to end right here, after a snapshot within the step.
+            note: is told how far the step has come, where that is known.
 
         Returns:
             The state and what to report; or, if the run is to end, the state that the step began
@@ -111,6 +114,8 @@ class Stepper:
             carry = self._compiled["advance"](carry, first, state, *batch)
             k += 1
             jax.block_until_ready(carry)  # simulated devices stall with several in flight
+            ticks = self._setup.schedule.num_ticks
+            note(f"tick {min(ticks, k * self._firsts.step * self._period)} of {ticks}")
             if self._verify:
                 self._check(self._compiled["mismatches"](carry), state, cursor)
             if k < len(self._firsts):
