@@ -71,6 +71,14 @@ def of_main(text: str) -> str:
     return bytes(received).rstrip(b"\0").decode()
 
 
+def anywhere(*flags: bool) -> tuple[bool, ...]:
+    """For each flag whether it is set in any process; all processes must call it."""
+    if jax.process_count() == 1:
+        return flags
+    gathered = np.asarray(multihost_utils.process_allgather(np.array(flags)))
+    return tuple(gathered.any(axis=0).tolist())
+
+
 def own_rows(mesh: Mesh, microbatch_size: int) -> range:
     """Which examples of a microbatch the devices of this process need.
 

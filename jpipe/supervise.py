@@ -130,7 +130,8 @@ def _run(
                     say(f"process {pid} was stopped for {patience:g} s: killing it")
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_POLL)
-        return first or next((p.returncode for p in processes if p.returncode), 0)
+        ended = [process.returncode for process in processes if process.returncode]
+        return first or next(filter(_died, ended), ended[0] if ended else 0)
     finally:
         for process in processes:
             process.kill()

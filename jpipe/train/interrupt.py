@@ -14,11 +14,17 @@ import threading
 from collections.abc import Iterator
 from types import FrameType, TracebackType
 
+import jax
+
 from jpipe.cli import INTERRUPTED, TERMINATED
+from jpipe.processes import anywhere
 
 
 class Interrupt:
     """While entered, notes the first signal instead of ending the process.
+
+    Several processes hear of a signal at different times, or only some of them do. One that ended
+    before the others would leave them waiting, so there a signal counts from the next `agree` on.
 
     Attributes:
         requested: whether there was one.
@@ -27,6 +33,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.requested = self.terminated = False
+        self._heard = (False, False)
         self._expendable = self._interrupted = False
 
     def __enter__(self) -> "Interrupt":
@@ -49,6 +56,10 @@ class Interrupt:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._writer.close()  # the watching thread reads its end
+
+    def agree(self) -> None:
+        """Let a signal that one process has heard of count in all; all processes must call it."""
+        self.requested, self.terminated = anywhere(*self._heard)
 
     @property
     def status(self) -> int:
@@ -75,10 +86,12 @@ class Interrupt:
                     os._exit(TERMINATED)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        self._heard = True, self._heard[1] or number == signal.SIGTERM
+        if jax.process_count() == 1:
+            self.agree()
         if number == signal.SIGTERM:
-            self.requested = self.terminated = True
             return
         if self._interrupted:
             raise KeyboardInterrupt
-        self.requested = self._interrupted = True
+        self._interrupted = True
         sys.stderr.write("\nending after the step at hand; Ctrl-C again ends at once\n")

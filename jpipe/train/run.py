@@ -211,6 +211,7 @@ class Run:
         with make_progress(self.console) as progress:
             task = progress.add_task("", total=options.steps, completed=first - 1, status="")
             for step in range(first, options.steps + 1):
+                interrupt.agree()
                 if interrupt.requested:
                     break
                 self.snapshots.poll()
@@ -225,7 +226,7 @@ class Run:
                         cursor,
                         self.snapshots,
                         within,
-                        lambda: interrupt.terminated,
+                        lambda: self._is_to_end(interrupt),
                         self.watchdog.note,
                     )
                     if metrics is None:
@@ -253,8 +254,14 @@ class Run:
                     status=f"loss {loss:.3f} nats, norm {float(metrics.grad_norm):.2f}, "
                     f"{rate:,.0f} {setup.task.item}s/s",
                 )
+        interrupt.agree()
         self.snapshots.at_the_end(state)
         return state
+
+    def _is_to_end(self, interrupt: Interrupt) -> bool:
+        """Whether to end within a step."""
+        interrupt.agree()
+        return interrupt.terminated
 
     def _judge(self, step: int, state: TrainState, metrics: Metrics) -> dict[str, Any]:
         """What metrics.jsonl says of a step, if it was sound or its loss scale skipped it."""

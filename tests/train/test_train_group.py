@@ -106,12 +106,14 @@ def test_the_group_recovers(fault, whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_sigterm_ends_the_group_with_a_snapshot(whole, tmp_path):
+@pytest.mark.parametrize("who", ["supervisor", 0, 1])
+def test_sigterm_ends_the_group_with_a_snapshot(who, whole, tmp_path):
+    """Also if only one of the processes hears of it."""
     folder = tmp_path / "run"
     process = start(folder)
     wait_for_lines(process, folder, 30)
     pids = workers(process)
-    process.send_signal(signal.SIGTERM)
+    os.kill(process.pid if who == "supervisor" else pids[who], signal.SIGTERM)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 143, out
     newest = sorted((folder / "snapshots").iterdir())[-1]
