@@ -76,7 +76,7 @@ def anywhere(*flags: bool) -> tuple[bool, ...]:
     if jax.process_count() == 1:
         return flags
     gathered = np.asarray(multihost_utils.process_allgather(np.array(flags)))
-    return tuple(gathered.any(axis=0).tolist())
+    return tuple(bool(column.any()) for column in gathered.T)
 
 
 def own_rows(mesh: Mesh, microbatch_size: int) -> range:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -231,6 +232,41 @@ print(newest_good(folder).manifest.step)
     )
     assert said.startswith("error: the snapshot step-00000002 could not be written:")
     assert said.endswith("['step-00000001'] 1 3")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 2 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a file system takes rights that this user lacks")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_small_disk_that_fills_up(small_disk):
+    folder, store = small_disk / "snapshots", SnapshotStore(small_disk / "snapshots", keep_last=9)
+    state = {"x": jax.random.normal(jax.random.key(0), (150_000,))}  # 600 kB
+    written, failed = [], []
+    for step in range(1, 7):
+        try:
+            store.save(state, step, EXTRA)
+            store.wait()
+            written.append(step)
+        except SnapshotError as error:
+            failed.append(str(error))
+    assert written
+    assert failed
+    assert all("could not be written" in told for told in failed)
+    assert [p.name for p in snapshot_folders(folder)] == [f"step-{k:08d}" for k in written]
+    assert sorted(p.name for p in folder.iterdir()) == [f"step-{k:08d}" for k in written]
+    assert newest_good(folder).manifest.step == written[-1]
+    shutil.rmtree(folder / f"step-{written[0]:08d}")  # there is room again
+    store.save(state, 9, EXTRA)
+    store.close()
+    assert newest_good(folder).manifest.step == 9
 
 
 def test_what_belongs_to_it_is_that_of_the_moment(tmp_path):
