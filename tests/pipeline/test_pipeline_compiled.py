@@ -111,7 +111,7 @@ def of_one_stage(body):
 
 
 @functools.cache
-def compiled(schedule, num_microbatches, recompute="none"):
+def compiled(schedule, num_microbatches, recompute="none", verify=False):
     num_chunks = CHUNKS[schedule]
     stages, params = gpt(recompute, num_chunks)
     table = make_schedule(schedule, STAGES, num_microbatches, num_chunks)
@@ -119,7 +119,9 @@ def compiled(schedule, num_microbatches, recompute="none"):
         int(assign(table).per_stage.max()) for assign in (assign_slots, assign_weight_slots)
     )
     tokens = jax.ShapeDtypeStruct((num_microbatches, SIZE, CONTEXT), jnp.int32)
-    run = pipeline_value_and_grad(stages, next_token_loss, make_mesh(STAGES), schedule)
+    run = pipeline_value_and_grad(
+        stages, next_token_loss, make_mesh(STAGES), schedule, verify=verify
+    )
     program = run.lower(params, tokens, tokens).compile()
     kept, left = split(recompute, num_chunks)
     return Compiled(
@@ -269,6 +271,19 @@ def test_only_gpipe_grows_with_the_number_of_microbatches(schedule):
         added = make_schedule(schedule, STAGES, num_microbatches, CHUNKS[schedule]).num_ticks * 64
         assert few.temp_bytes * 0.99 < many.temp_bytes < few.temp_bytes * 1.005 + added
         assert many.program.num_instructions == few.program.num_instructions
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b-overlap"])
+def test_a_verified_exchange_carries_four_bytes_more(schedule):
+    plain, few, many = compiled(schedule, 8), *(compiled(schedule, m, verify=True) for m in (8, 32))
+    exchanges = [i for i in few.in_loop(enter_branches=False) if i.is_collective]
+    assert {i.opcode for i in exchanges} == {"collective-permute"}
+    assert sum(i.num_bytes for i in exchanges) == 2 * (ACTIVATION + 4)
+    assert len([i for i in few.in_loop() if i.is_collective]) == len(exchanges)
+    assert few.temp_bytes * 0.99 < many.temp_bytes < few.temp_bytes * 1.005 + 8192
+    assert many.program.num_instructions == few.program.num_instructions
+    # The sums and the stash stay where they are.
+    assert few.temp_bytes < plain.temp_bytes * 1.2
 
 
 def test_memory_of_gpipe_grows_with_every_microbatch():
