@@ -102,7 +102,11 @@ def _places(count: int, step: int) -> NDArray[np.uint32]:
 
 def _columns(polynomials: Sequence[int]) -> NDArray[np.uint32]:
     """uint32 `[32, n]`: each polynomial times each bit of a word."""
-    return np.array([[_product(1 << k, p) for p in polynomials] for k in range(32)], np.uint32)
+    columns = [np.array(polynomials, np.uint32)]  # the highest bit stands for 1, the next for x
+    while len(columns) < 32:
+        last = columns[-1]
+        columns.append((last >> 1) ^ np.where(last & 1, np.uint32(_POLYNOMIAL), np.uint32(0)))
+    return np.stack(columns[::-1])
 
 
 def _power(exponent: int) -> int:

@@ -10,9 +10,9 @@ import threading
 import time
 from pathlib import Path
 
-MICROBATCHES = 16
+MICROBATCHES, BATCH, CONTEXT = 16, 64, 64
 ARGUMENTS = f"""
---mesh 4 --platform cpu --layers 4 --width 96 --heads 4 --context 64 --batch-size 64
+--mesh 4 --platform cpu --layers 4 --width 96 --heads 4 --context {CONTEXT} --batch-size {BATCH}
 --microbatches {MICROBATCHES} --eval-every 0 --keep-snapshots 3
 """.split()
 _GOES_ON = re.compile(r"going on .*/step-(\d+)(?:\+(\d+))?")
@@ -103,5 +103,4 @@ def _inode(path: Path) -> int | None:
 def seconds_a_step(folder: Path) -> float:
     """Median over a run, but for its first step."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    tokens = 64 * 64
-    return statistics.median(tokens / row["tokens_per_s"] for row in rows[1:])
+    return statistics.median(BATCH * CONTEXT / row["tokens_per_s"] for row in rows[1:])

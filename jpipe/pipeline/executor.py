@@ -256,19 +256,12 @@ class Executor:
         """The payload that a row reads, compared with its checksum."""
         if not self.verify:
             return letter, carry
-        first, last = self._ends(row)
-        forward, backward = row.op == Op.FORWARD, row.op == Op.BACKWARD
-        reads = (forward & ~first) | (backward & ~last)
-        mismatch = first_mismatch(letter, reads, row.tick, carry.mismatch)
+        mismatch = first_mismatch(letter, row, *self._ends(row), carry.mismatch)
         return letter.payload, carry._replace(mismatch=mismatch)
 
     def _seal(self, made: Tree, row: Row) -> Tree:
         """What a row made, with its checksum."""
-        if not self.verify:
-            return made
-        first, last = self._ends(row)
-        forward, backward = row.op == Op.FORWARD, row.op == Op.BACKWARD
-        return seal(made, (forward & ~last) | (backward & ~first))
+        return seal(made, row, *self._ends(row)) if self.verify else made
 
     def _ends(self, row: Row) -> tuple[jax.Array, jax.Array]:
         """Whether a row is of the first, or of the last of all virtual stages."""

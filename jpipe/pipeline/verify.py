@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jpipe.integrity import device_crc32
 from jpipe.mesh import STAGE
 from jpipe.pipeline.control import when
+from jpipe.pipeline.rows import Row
 from jpipe.pipeline.stages import Tree
 from jpipe.schedule.table import Op, Schedule
 
@@ -25,27 +26,38 @@ class Sealed(NamedTuple):
     crc32: jax.Array
 
 
-def seal(payload: Tree, travels: jax.Array) -> Sealed:
-    """The payload with its checksum, where somebody is to read it, else with 0."""
-    crc32 = when(travels, lambda _: device_crc32(payload), jnp.uint32(0))
-    return Sealed(payload, crc32)
+def seal(payload: Tree, row: Row, first: jax.Array, last: jax.Array) -> Sealed:
+    """What a row made, with its checksum where somebody is to read it, else with 0.
+
+    Args:
+        payload: what it made.
+        row: the row.
+        first: whether it is of the first of all virtual stages.
+        last: whether it is of the last.
+    """
+    travels = ((row.op == Op.FORWARD) & ~last) | ((row.op == Op.BACKWARD) & ~first)
+    return Sealed(payload, when(travels, lambda _: device_crc32(payload), jnp.uint32(0)))
 
 
-def first_mismatch(sealed: Sealed, read: jax.Array, tick: jax.Array, before: Any) -> jax.Array:
+def first_mismatch(
+    sealed: Sealed, row: Row, first: jax.Array, last: jax.Array, before: Any
+) -> jax.Array:
     """The first tick in which a stage read something else than what was sent.
 
     Args:
         sealed: what lies ready to be read.
-        read: whether it is read in this tick.
-        tick: this tick.
+        row: the row, which may read it.
+        first: as for `seal`.
+        last: as for `seal`.
         before: the first such tick so far, or `INTACT`; int32 scalar.
     """
+    reads = ((row.op == Op.FORWARD) & ~first) | ((row.op == Op.BACKWARD) & ~last)
 
     def compare(before: jax.Array) -> jax.Array:
         same = device_crc32(sealed.payload) == sealed.crc32
-        return jnp.where(same, before, jnp.minimum(before, tick))
+        return jnp.where(same, before, jnp.minimum(before, row.tick))
 
-    found: jax.Array = when(read, compare, before)
+    found: jax.Array = when(reads, compare, before)
     return found
 
 

@@ -126,9 +126,8 @@ class Run:
             self.setup.task.batches.set_state(error.cursor)
             return error.state, None
         self._say(f"warning: {told}; repeating from {snapshot.path}")
-        jax.tree.map(
-            lambda a: a.delete(), error.state
-        )  # there may be no room for another beside it
+        for array in jax.tree.leaves(error.state):
+            array.delete()  # there may be no room for another state beside it
         self.setup.task.batches.set_state(snapshot.manifest.extra["data"])
         return self._state(programs, snapshot)
 

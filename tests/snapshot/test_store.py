@@ -241,7 +241,7 @@ def small_disk(tmp_path):
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a file system takes rights that this user lacks")
+        pytest.skip("only root may mount a small disk; files of limited size are tested above")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 

@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from train.test_train_resume import assert_same_run
 from train.test_train_run import metrics
+from train.test_train_signals import wait_for_lines
 
 GROUP = """
 --layers 4 --width 16 --heads 2 --context 16 --batch-size 8 --microbatches 4 --steps 300
@@ -44,14 +44,6 @@ def workers(process):
     """Process ids of its children, in the order of their numbers."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return [int(pid) for pid in children]
-
-
-def wait_for_lines(process, folder, count):
-    path, deadline = folder / "metrics.jsonl", time.monotonic() + 180
-    while not (path.exists() and path.read_text().count("\n") >= count):
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
