@@ -105,7 +105,8 @@ def _columns(polynomials: Sequence[int]) -> NDArray[np.uint32]:
     columns = [np.array(polynomials, np.uint32)]  # the highest bit stands for 1, the next for x
     while len(columns) < 32:
         last = columns[-1]
-        columns.append((last >> 1) ^ np.where(last & 1, np.uint32(_POLYNOMIAL), np.uint32(0)))
+        odd = (last & np.uint32(1)).astype(bool)
+        columns.append((last >> np.uint32(1)) ^ np.where(odd, np.uint32(_POLYNOMIAL), np.uint32(0)))
     return np.stack(columns[::-1])
 
 
