@@ -1,5 +1,6 @@
 """Several processes that run one program together, each with devices of its own."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,6 +47,8 @@ def connect(
         if not host or not port.isdigit():
             raise ValueError(f"coordinator={coordinator!r} must be host:port, as in node0:7777")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # Else JAX takes SIGTERM for itself, and the process does not end.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(coordinator, num_processes, process_id)
     except (ValueError, RuntimeError) as error:
@@ -60,15 +63,35 @@ def is_main() -> bool:
     return jax.process_index() == 0
 
 
-def of_main(text: str) -> str:
-    """The text that the process which writes and reports has; all processes must call it."""
+def of_main(make: Callable[[], str]) -> str:
+    """What the process that writes and reports makes of it; all processes must call it.
+
+    Args:
+        make: is called in that process only.
+
+    Returns:
+        Its text, cut to 4 kB, in every process.
+
+    Raises:
+        ValueError, OSError: in every process, if `make` raised one: nobody is left waiting.
+    """
     if jax.process_count() == 1:
-        return text
+        return make()
+    text = b""
+    if is_main():
+        try:
+            text = b"+" + make().encode()
+        except (ValueError, OSError) as error:
+            kind = b"v" if isinstance(error, ValueError) else b"o"
+            text = kind + str(error).encode()
     letters = np.zeros(4096, np.uint8)
-    written = np.frombuffer(text.encode(), np.uint8)
+    written = np.frombuffer(text[: len(letters)], np.uint8)
     letters[: len(written)] = written
-    received = np.asarray(multihost_utils.broadcast_one_to_all(letters))
-    return bytes(received).rstrip(b"\0").decode()
+    received = bytes(np.asarray(multihost_utils.broadcast_one_to_all(letters))).rstrip(b"\0")
+    told = received[1:].decode(errors="ignore")
+    if received[:1] != b"+":
+        raise (ValueError if received[:1] == b"v" else OSError)(told)
+    return told
 
 
 def anywhere(*flags: bool) -> tuple[bool, ...]:

@@ -32,6 +32,7 @@ from jpipe.train.run_snapshots import RunSnapshots
 from jpipe.train.setup import prepare
 from jpipe.train.stepper import Stepper
 from jpipe.train_step import abstract_train_state, init_train_state
+from jpipe.watchdog import Watchdog
 
 FOLDER = Path(__file__).parent
 WITHIN = 5  # microbatches
@@ -58,7 +59,9 @@ class Case:
 
     def __init__(self, name: str, arguments: list[str], folder: Path) -> None:
         shared = ["--mesh", "4", "--platform", "cpu", "--snapshot-every-steps", "0"]
-        self._setup = setup = prepare(parse_options([*shared, *arguments, "--out", str(folder)]))
+        self._setup = setup = prepare(
+            parse_options([*shared, *arguments, "--out", str(folder)]), Watchdog(None)
+        )
         task, count = setup.task, setup.options.microbatches
         sharding = batch_sharding(setup.mesh)
         shapes = [

@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +95,15 @@ def read_snapshot(path: Path) -> Snapshot:
     except OSError as error:
         raise DamageError(f"its manifest cannot be read: {error.strerror}") from error
     restore = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in manifest.leaves}
+    # By itself: others may read at other times, or not at all.
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=None,
+        active_processes={jax.process_index()},
+        barrier_sync_key_prefix=f"process{jax.process_index()}",
+    )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
             arrays = checkpointer.restore(
                 path.absolute() / _STATE, args=ocp.args.PyTreeRestore(restore_args=restore)
             )
@@ -288,7 +295,9 @@ class SnapshotStore:
             if jax.process_index() == 0:
                 self._commit(partial, final, manifest)
             else:
-                _wait_for(final)
+                _wait(lambda: not partial.exists(), "process 0 to finish")
+                if not final.exists():
+                    raise OSError("another process could not write its part")
         except BaseException as error:  # to be raised where somebody sees it
             with contextlib.suppress(Exception):
                 self._checkpointer.wait_until_finished()  # it may still be writing
@@ -305,7 +314,13 @@ class SnapshotStore:
         parts = []
         for process in range(jax.process_count()):
             part = _part(partial, process)
-            _wait_for(part)
+
+            def settled(part: Path = part) -> bool:
+                return part.exists() or not partial.exists()
+
+            _wait(settled, f"process {process}'s part")
+            if not part.exists():
+                raise OSError(f"process {process} could not write its part")
             parts.append(Manifest.from_bytes(part.read_bytes()).leaves)
             part.unlink()
         whole = dataclasses.replace(manifest, leaves=merge(parts))
@@ -334,8 +349,11 @@ class SnapshotStore:
         shutil.rmtree(gone)
 
     def _discard(self, partial: Path) -> None:
-        if jax.process_index() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+        """Remove what failed, whereby the other processes know that it did."""
+        gone = partial.with_name(f"{_DELETED}{jax.process_index()}-{partial.name}")
+        with contextlib.suppress(OSError):  # others may be about it, too
+            os.replace(partial, gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _folder_name(step: int, microbatch: int) -> str:
@@ -346,12 +364,12 @@ def _part(partial: Path, process: int) -> Path:
     return partial / f"{process}-{FILE}"
 
 
-def _wait_for(path: Path) -> None:
-    """Until another process has made it."""
+def _wait(done: Callable[[], bool], what: str) -> None:
+    """Until another process has done its share."""
     deadline = time.monotonic() + _PATIENCE
-    while not path.exists():
+    while not done():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{path} did not appear within {_PATIENCE:.0f} s")
+            raise TimeoutError(f"waited {_PATIENCE:.0f} s for {what}")
         time.sleep(0.01)
 
 

@@ -1,5 +1,6 @@
 """The main command: `python -m jpipe.train --mesh 4`."""
 
+import contextlib
 import io
 import sys
 import traceback
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from jpipe.train.restart import run_and_restart, starts_group
         from jpipe.train.run import Run
         from jpipe.train.setup import prepare
+        from jpipe.watchdog import Watchdog
 
         try:
             options = parse_options(argv)
@@ -38,17 +40,21 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return run_and_restart(sys.argv[1:] if argv is None else argv, options)
             if is_supervised():
                 end_with_supervisor()
-            setup = prepare(options)
         except ValueError as error:
             return refuse(error)
-        enable_compilation_cache()
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a picture must not end a run
-        console = Console(markup=False, highlight=False, quiet=not is_main())
-        try:
-            return Run(setup, console).execute()
-        except MismatchError as error:
-            return refuse(error)
+        with contextlib.closing(Watchdog(options.comm_timeout or None)) as watchdog:
+            try:
+                setup = prepare(options, watchdog)
+            except ValueError as error:
+                return refuse(error)
+            enable_compilation_cache()
+            if isinstance(sys.stdout, io.TextIOWrapper):
+                sys.stdout.reconfigure(errors="replace")  # a picture must not end a run
+            console = Console(markup=False, highlight=False, quiet=not is_main())
+            try:
+                return Run(setup, console, watchdog).execute()
+            except MismatchError as error:
+                return refuse(error)
     except OSError as error:
         print(f"error: {error}; the run folder keeps what came before", file=sys.stderr)
         return FAILED

@@ -8,7 +8,7 @@ from pathlib import Path
 from jpipe.supervise import supervise
 from jpipe.train.options import TrainOptions
 from jpipe.train.resume import FOLDER
-from jpipe.train.run_folder import new_folder
+from jpipe.train.run_folder import holds_run, new_folder
 
 
 def starts_group(options: TrainOptions) -> bool:
@@ -43,11 +43,18 @@ def run_and_restart(argv: Sequence[str], options: TrainOptions) -> int:
     out = [] if options.out else ["--out", str(folder)]
     snapshots = folder.expanduser() / FOLDER
 
-    def newest() -> list[str]:
-        return sorted(p.name for p in snapshots.glob("step-*")) if snapshots.is_dir() else []
+    def taken() -> set[tuple[str, int, int]]:
+        found = [(path.name, path.stat()) for path in snapshots.glob("step-*")]
+        return {(name, stat.st_ino, stat.st_mtime_ns) for name, stat in found}
+
+    at_first = taken()
+    fresh = not holds_run(folder.expanduser())
 
     def commands() -> list[list[str]]:
-        command = [sys.executable, "-m", "jpipe.train", *argv, *out]
+        # --resume says where to begin, not where to go back to from snapshots of this run's own.
+        begun = taken() - at_first or (fresh and options.resume == "never")
+        own = ["--resume", "auto"] if begun else []
+        command = [sys.executable, "-m", "jpipe.train", *argv, *out, *own]
         if not starts_group(options):
             return [command]
         with socket.socket() as free:
@@ -61,7 +68,7 @@ def run_and_restart(argv: Sequence[str], options: TrainOptions) -> int:
     return supervise(
         commands,
         max_restarts=options.max_restarts,
-        progress=newest,
+        progress=taken,
         say=lambda text: print(f"supervisor: {text}", file=sys.stderr, flush=True),
         patience=options.comm_timeout or None,
     )

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jpipe.processes import of_main
 from jpipe.snapshot import DamageError, Snapshot, SnapshotError, newest_good, read_snapshot
 from jpipe.train.options import FREE, FREE_IF_NAMED, TrainOptions
 
@@ -21,14 +23,43 @@ def find_snapshot(options: TrainOptions) -> Snapshot | None:
         options: of the run.
 
     Returns:
-        The snapshot, or None to begin anew.
+        The snapshot, or None to begin anew; the same one in every process.
 
     Raises:
         ValueError: if the one that is asked for is not there, or none that is there is good, or
             it is that of another model.
     """
-    if options.resume == "never":
-        return None
+    return None if options.resume == "never" else agreed(lambda: _find(options))
+
+
+def agreed(find: Callable[[], Snapshot | None]) -> Snapshot | None:
+    """The snapshot that the process which writes has found; all processes must call it.
+
+    Args:
+        find: finds it; is called in that process only.
+
+    Raises:
+        ValueError: if it finds none and says so, or another process cannot read what it found.
+    """
+    found: list[Snapshot | None] = []
+
+    def path() -> str:
+        found.append(find())
+        return "" if found[0] is None else str(found[0].path.absolute())
+
+    where = of_main(path)
+    if found or not where:
+        return found[0] if found else None
+    try:
+        return read_snapshot(Path(where))
+    except DamageError as error:
+        raise ValueError(
+            f"process {jax.process_index()} cannot read {where}, which process 0 has read: "
+            f"{error}; give --out a folder that all processes see"
+        ) from error
+
+
+def _find(options: TrainOptions) -> Snapshot | None:
     own = Path(options.out).expanduser() if options.out else None
     named = None if options.resume == "auto" else Path(options.resume).expanduser()
     try:

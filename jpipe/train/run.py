@@ -30,7 +30,7 @@ from jpipe.train_step import (
     init_train_state,
     make_reference_step,
 )
-from jpipe.watchdog import Watchdog
+from jpipe.watchdog import APART, Watchdog
 
 _REPEATS = 3  # of a step that arrives damaged
 
@@ -55,9 +55,10 @@ class Run:
     Args:
         setup: what it needs.
         console: where it reports to.
+        watchdog: watches over what waits for devices and other processes.
     """
 
-    def __init__(self, setup: Setup, console: Console) -> None:
+    def __init__(self, setup: Setup, console: Console, watchdog: Watchdog) -> None:
         self.setup = setup
         self.console = console
         self.losses: dict[int, float] = {}
@@ -65,7 +66,7 @@ class Run:
         self.skipped = 0  # steps that the loss scale skipped
         self.damaged: dict[int, int] = {}  # how often each step was
         self.snapshots = RunSnapshots(setup, self._say)
-        self.watchdog = Watchdog(setup.options.comm_timeout or None)
+        self.watchdog = watchdog
         self.startup: dict[str, float] = {}  # seconds of each phase
         self.yardstick = setup.task.yardstick()
 
@@ -82,7 +83,6 @@ class Run:
             Interrupt() as interrupt,
             contextlib.closing(setup.folder),
             contextlib.closing(self.snapshots),
-            contextlib.closing(self.watchdog),
         ):
             with interrupt.nothing_to_lose():
                 programs = self._compile()
@@ -90,7 +90,10 @@ class Run:
                 self._say(f"start-up: {describe_phases(self.startup)}")
                 if setup.options.dry_run:
                     return interrupt.status
-                with self._phase("making the state"):
+                with (
+                    self._phase("making the state"),
+                    self.watchdog.watch_others("making the state", APART),
+                ):
                     state, within = self._state(programs, setup.snapshot)
             try:
                 while True:
@@ -101,7 +104,8 @@ class Run:
                         state, within = self._go_back(error, programs)
                 if interrupt.terminated:
                     return interrupt.status
-                self._finish(state, programs, interrupt, started)
+                with self.watchdog.watch_others("the end of the run", APART):
+                    self._finish(state, programs, interrupt, started)
             except StepError as error:
                 self._draw()
                 self.console.print(f"error: {error}", style="red", soft_wrap=True)
@@ -120,7 +124,8 @@ class Run:
                 f"{told}, for the {count}th time: a device or a link is at fault. "
                 f"{self.setup.folder.path} keeps what came before"
             ) from error
-        snapshot = self.snapshots.newest()
+        with self.watchdog.watch_others("finding the newest snapshot", APART):
+            snapshot = self.snapshots.newest()
         if snapshot is None:
             self._say(f"warning: {told}; repeating the step")
             self.setup.task.batches.set_state(error.cursor)
@@ -129,7 +134,8 @@ class Run:
         for array in jax.tree.leaves(error.state):
             array.delete()  # there may be no room for another state beside it
         self.setup.task.batches.set_state(snapshot.manifest.extra["data"])
-        return self._state(programs, snapshot)
+        with self.watchdog.watch_others("making the state again", APART):
+            return self._state(programs, snapshot)
 
     def _state(
         self, programs: Programs, snapshot: Snapshot | None
@@ -203,59 +209,75 @@ class Run:
         programs: Programs,
         interrupt: Interrupt,
     ) -> TrainState:
-        setup, options = self.setup, self.setup.options
-        items = options.batch_size * setup.task.items_per_example
-        rate_name = f"{'token' if setup.task.item == 'byte' else setup.task.item}s_per_s"
-        first = int(state.step) + 1
+        steps, first = self.setup.options.steps, int(state.step) + 1
+        with self.watchdog.watch("the start of every process", APART):
+            interrupt.agree()
         with make_progress(self.console) as progress:
-            task = progress.add_task("", total=options.steps, completed=first - 1, status="")
-            for step in range(first, options.steps + 1):
-                interrupt.agree()
-                if interrupt.requested:
-                    break
-                self.snapshots.poll()
-                started, cursor = time.perf_counter(), setup.task.batches.get_state()
-                batch = place_batch(
-                    setup.mesh, setup.task.next_step(setup.rows), setup.microbatch_size
-                )
+            task = progress.add_task("", total=steps, completed=first - 1, status="")
+            for step in range(first, steps + 1):
                 with self.watchdog.watch(f"step {step}"):
-                    state, metrics = programs.stepper.take(
-                        state,
-                        batch,
-                        cursor,
-                        self.snapshots,
-                        within,
-                        lambda: self._is_to_end(interrupt),
-                        self.watchdog.note,
-                    )
-                    if metrics is None:
+                    interrupt.agree()
+                    if interrupt.requested:
                         break
-                    loss = float(metrics.loss)  # waits for the step
+                    state, status = self._step(step, state, within, programs, interrupt)
+                if status is None:
+                    break
                 within = None
-                seconds = time.perf_counter() - started
-                rate = items / seconds
-                if "the first step" not in self.startup:
-                    self.startup["the first step"] = seconds
-                    made = self.startup["making the state"]
-                    self._say(f"the state was made in {made:.1f} s, the first step {seconds:.1f} s")
-                record = {**self._judge(step, state, metrics), rate_name: rate}
-                if options.eval_every and step % options.eval_every == 0 and step < options.steps:
-                    try:
-                        record["validation_loss"] = self._evaluate(step, state, programs)
-                    except StepError:
-                        setup.folder.log(record)  # the step itself was sound
-                        raise
-                setup.folder.log(record)
-                self.snapshots.after_step(state, step)
-                progress.update(
-                    task,
-                    completed=step,
-                    status=f"loss {loss:.3f} nats, norm {float(metrics.grad_norm):.2f}, "
-                    f"{rate:,.0f} {setup.task.item}s/s",
-                )
-        interrupt.agree()
-        self.snapshots.at_the_end(state)
+                with self.watchdog.watch_others(f"the snapshot after step {step}"):
+                    self.snapshots.after_step(state, step)
+                progress.update(task, completed=step, status=status)
+        with self.watchdog.watch_others("the last snapshot"):
+            interrupt.agree()
+            self.snapshots.at_the_end(state)
         return state
+
+    def _step(
+        self,
+        step: int,
+        state: TrainState,
+        within: tuple[Any, int] | None,
+        programs: Programs,
+        interrupt: Interrupt,
+    ) -> tuple[TrainState, str | None]:
+        """One step, and the validation that is due after it.
+
+        Returns:
+            The state, and how the step went; None if the run is to end within it.
+        """
+        setup, options, snapshots = self.setup, self.setup.options, self.snapshots
+        snapshots.poll()
+        started, cursor = time.perf_counter(), setup.task.batches.get_state()
+        batch = place_batch(setup.mesh, setup.task.next_step(setup.rows), setup.microbatch_size)
+        state, metrics = programs.stepper.take(
+            state,
+            batch,
+            cursor,
+            snapshots,
+            within,
+            lambda: self._is_to_end(interrupt),
+            self.watchdog.note,
+        )
+        if metrics is None:
+            return state, None
+        loss = float(metrics.loss)  # waits for the step
+        seconds = time.perf_counter() - started
+        item, items = setup.task.item, options.batch_size * setup.task.items_per_example
+        rate_name = f"{'token' if item == 'byte' else item}s_per_s"
+        if "the first step" not in self.startup:
+            self.startup["the first step"] = seconds
+            made = self.startup["making the state"]
+            self._say(f"the state was made in {made:.1f} s, the first step {seconds:.1f} s")
+        record = {**self._judge(step, state, metrics), rate_name: items / seconds}
+        if options.eval_every and step % options.eval_every == 0 and step < options.steps:
+            self.watchdog.note("its update")
+            try:
+                record["validation_loss"] = self._evaluate(step, state, programs)
+            except StepError:
+                setup.folder.log(record)  # the step itself was sound
+                raise
+        setup.folder.log(record)
+        norm, rate = float(metrics.grad_norm), items / seconds
+        return state, f"loss {loss:.3f} nats, norm {norm:.2f}, {rate:,.0f} {item}s/s"
 
     def _is_to_end(self, interrupt: Interrupt) -> bool:
         """Whether to end within a step."""
@@ -320,7 +342,13 @@ class Run:
         params = setup.task.model.to_plain(state.params, state.model_state)
         folder.write("params.msgpack", serialization.msgpack_serialize(params))
         self._draw()
-        folder.write_json(
+        self._say(
+            f"{self.yardstick.name} fitted on the same training data: validation "
+            f"{self._describe(self.yardstick.loss)}"
+        )
+        if not interrupt.requested:
+            self._show(state)
+        folder.write_json(  # the last, since with it the run counts as finished
             "summary.json",
             {
                 "steps": last,
@@ -336,12 +364,6 @@ class Run:
                 "seconds": time.perf_counter() - started,
             },
         )
-        self._say(
-            f"{self.yardstick.name} fitted on the same training data: validation "
-            f"{self._describe(self.yardstick.loss)}"
-        )
-        if not interrupt.requested:
-            self._show(state)
         files = (
             sorted(p.name for p in folder.path.iterdir() if p.name[0] != ".") if is_main() else []
         )

@@ -11,7 +11,7 @@ from jpipe.snapshot import (
     SnapshotStore,
     newest_good,
 )
-from jpipe.train.resume import FOLDER, identity, identity_within_a_step
+from jpipe.train.resume import FOLDER, agreed, identity, identity_within_a_step
 from jpipe.train.setup import Setup
 from jpipe.train_step import TrainState
 
@@ -43,7 +43,9 @@ class RunSnapshots:
     def newest(self) -> Snapshot | None:
         """The newest good snapshot of this run, or else what it began with, if that was one."""
         self._try(lambda store: store.wait())
-        own = None if self._store is None else newest_good(self._setup.folder.path / FOLDER)
+        if self._store is None:
+            return self._setup.snapshot
+        own = agreed(lambda: newest_good(self._setup.folder.path / FOLDER))
         return own or self._setup.snapshot
 
     def restore(
@@ -123,6 +125,7 @@ class RunSnapshots:
 
     def at_the_end(self, state: TrainState) -> None:
         """Take the last one, and wait until it is written."""
+        self._try(lambda store: store.wait())  # a failure counts, in every process
         step = int(state.step)
         if step and (self._newest is None or self._newest[0] < step):
             self._save_state(state, step)

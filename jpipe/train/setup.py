@@ -16,7 +16,7 @@ import jpipe
 from jpipe.mesh import DATA, MODEL, STAGE, make_mesh, parse_mesh
 from jpipe.pipeline import Params, param_specs
 from jpipe.pipeline.checks import check_trains
-from jpipe.processes import is_main, of_main, own_rows
+from jpipe.processes import of_main, own_rows
 from jpipe.schedule import Schedule, check_schedule
 from jpipe.schedule.registry import load_schedule
 from jpipe.snapshot import Snapshot
@@ -29,6 +29,7 @@ from jpipe.train.resume import check_same, find_snapshot
 from jpipe.train.run_folder import RunFolder, holds_run
 from jpipe.train.task import Task
 from jpipe.train.vision import VisionTask
+from jpipe.watchdog import APART, Watchdog
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,8 +82,12 @@ class Setup:
             return lowered.compile()
 
 
-def prepare(options: TrainOptions) -> Setup:
+def prepare(options: TrainOptions, watchdog: Watchdog) -> Setup:
     """Prepare a run.
+
+    Args:
+        options: what the user asks for.
+        watchdog: watches over what waits for other processes.
 
     Raises:
         ValueError: if anything asked for cannot work, naming the argument, its value and what to
@@ -117,20 +122,14 @@ def prepare(options: TrainOptions) -> Setup:
     rows = own_rows(mesh, microbatch_size)
     task.place(mesh, schedule.num_chunks)
     _check_apart(options, mesh, task)
-    snapshot = find_snapshot(options)  # uses JAX, so not before its devices are chosen
+    with watchdog.watch_others("finding where to go on", APART):
+        snapshot = find_snapshot(options)  # uses JAX, so not before its devices are chosen
     _check_finished(options, snapshot)
     if snapshot is not None:
         _set_cursor(task, snapshot)
-    goes_on = _goes_on(options, snapshot)
     specs = param_specs(mesh, _params(task), task.model.stages.partition)  # or refuses
-    folder = RunFolder(
-        options.out,
-        options.model,
-        _config(options, devices),
-        writable=is_main() and not (goes_on and options.dry_run),
-        goes_on=goes_on,
-    )
-    folder.path = Path(of_main(str(folder.path)))
+    with watchdog.watch_others("opening the run folder", APART):
+        folder = _open_folder(options, devices, snapshot)
     return Setup(
         options=options,
         devices=devices,
@@ -144,6 +143,26 @@ def prepare(options: TrainOptions) -> Setup:
         folder=folder,
         snapshot=snapshot,
     )
+
+
+def _open_folder(options: TrainOptions, devices: Devices, snapshot: Snapshot | None) -> RunFolder:
+    """The run folder; if it cannot be had, every process says why."""
+    opened: list[RunFolder] = []
+
+    def of_this_run() -> str:
+        goes_on = _goes_on(options, snapshot)
+        folder = RunFolder(
+            options.out,
+            options.model,
+            _config(options, devices),
+            writable=not (goes_on and options.dry_run),
+            goes_on=goes_on,
+        )
+        opened.append(folder)
+        return str(folder.path)
+
+    path = of_main(of_this_run)
+    return opened[0] if opened else RunFolder(path, options.model, {}, writable=False)
 
 
 def _check_finished(options: TrainOptions, snapshot: Snapshot | None) -> None:

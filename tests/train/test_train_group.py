@@ -87,6 +87,7 @@ def test_the_group_recovers(fault, whole, tmp_path):
         out, _ = process.communicate(timeout=300)
     finally:
         process.kill()
+        process.communicate()
     assert process.returncode == 0, out
     assert "supervisor: it " in out
     assert "going on after step" in out
