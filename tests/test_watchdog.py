@@ -36,6 +36,27 @@ def test_what_is_stuck_is_ended_with_its_stacks():
     assert "tick 3" not in run.stderr
 
 
+PATIENT = """
+import time
+from jpipe.watchdog import Watchdog
+watchdog = Watchdog(0.5)
+with watchdog.watch("the start", at_least=4):
+    time.sleep(1.5)
+with watchdog.watch_others("a slow disk"):
+    time.sleep(1.5)  # nobody else is waited for
+with watchdog.watch("the end", at_least=1):
+    time.sleep(60)
+"""
+
+
+def test_some_pieces_have_more_time():
+    run = subprocess.run(
+        [sys.executable, "-c", PATIENT], capture_output=True, text=True, timeout=50
+    )
+    assert run.returncode == WEDGED
+    assert "the end was not done after 1 s" in run.stderr
+
+
 def test_off():
     watchdog = Watchdog(None)
     with watchdog.watch("anything"):

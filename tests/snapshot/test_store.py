@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from snapshot.states import bits, trained
 from jpipe.optim import PerDevice
 from jpipe.snapshot import (
     DamageError,
+    Manifest,
     SnapshotError,
     SnapshotStore,
     newest_good,
@@ -267,6 +269,20 @@ def test_a_small_disk_that_fills_up(small_disk):
     store.save(state, 9, EXTRA)
     store.close()
     assert newest_good(folder).manifest.step == 9
+
+
+def test_what_another_process_gives_up_is_not_waited_for(tmp_path, monkeypatch):
+    store = SnapshotStore(tmp_path)
+    partial = tmp_path / ".writing-step-00000001"
+    partial.mkdir()
+    (partial / "0-manifest.json").write_bytes(Manifest(1, 0, {}, {}).to_bytes())
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    giving_up = threading.Timer(0.5, store._discard, [partial])
+    giving_up.start()
+    with pytest.raises(OSError, match="process 1 could not write its part"):
+        store._commit(partial, tmp_path / "step-00000001", Manifest(1, 0, {}, {}))
+    giving_up.join()
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_belongs_to_it_is_that_of_the_moment(tmp_path):

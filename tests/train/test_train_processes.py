@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,15 +21,16 @@ def free_port():
         return s.getsockname()[1]
 
 
-def run_together(folder, num_processes, *arguments):
-    """Run the command in so many processes; return what each printed."""
+def run_together(folder, num_processes, *arguments, module=("jpipe.train",), status=0):
+    """Run the command in so many processes, which end with a status; what each printed."""
     coordinator = f"127.0.0.1:{free_port()}"
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
     processes = [
         subprocess.Popen(
             [
                 sys.executable,
-                *("-m", "jpipe.train", *SMALL, *arguments, "--out", str(folder)),
+                *("-m", *module, *SMALL, *arguments, "--out", str(folder)),
                 *("--coordinator", coordinator, "--num-processes", str(num_processes)),
                 *("--process-id", str(k)),
             ],
@@ -44,23 +46,23 @@ def run_together(folder, num_processes, *arguments):
     finally:
         for process in processes:
             process.kill()
+            process.wait()
     for process, out in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, out
+        assert process.returncode == status, out
     return outputs
 
 
 def test_two_axes_over_cpu_processes_are_refused(tmp_path):
     """They could wait for each other for ever."""
-    command = [sys.executable, "-m", "jpipe.train", *SMALL, "--mesh", "2x2", "--out", "run"]
-    coordinator = f"127.0.0.1:{free_port()}"
-    command += ["--coordinator", coordinator, "--num-processes", "2", "--process-id"]
-    processes = [
-        subprocess.Popen([*command, str(k)], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-        for k in range(2)
-    ]
-    errors = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2], errors
-    assert all("one axis" in error for error in errors)
+    outputs = run_together(tmp_path / "run", 2, "--mesh", "2x2", status=2)
+    assert all("one axis" in out for out in outputs)
+
+
+def test_what_one_process_refuses_all_refuse(tmp_path):
+    """Only the first looks into the run folder; nobody waits for it for ever."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    outputs = run_together(tmp_path, 2, "--mesh", "2", "--resume", "never", status=2)
+    assert all(f"--out {tmp_path} already holds a run" in out for out in outputs)
 
 
 def numbers(folder):

@@ -1,6 +1,8 @@
 """A run that ended goes on where its last good snapshot was taken, with the same numbers."""
 
+import errno
 import json
+import os
 import shutil
 
 import jax.numpy as jnp
@@ -41,6 +43,22 @@ def assert_same_run(folder, whole):
             assert row.get(name) == expected.get(name), f"{name} of step {row['step']}"
     summary, expected = (json.loads((f / "summary.json").read_text()) for f in (folder, whole))
     assert summary["validation_loss"] == expected["validation_loss"]
+
+
+@pytest.mark.parametrize("name", ["params.msgpack", "loss.png", "sample.txt"])
+def test_is_finished_only_with_everything_written(whole, tmp_path, monkeypatch, name):
+    write = RunFolder.write
+
+    def full(folder, written, content):
+        if written == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder.path / name))
+        write(folder, written, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "write", full)
+        arguments = [*SMALL, "--mesh", "2", *EVERY, "--out", str(tmp_path / "run")]
+        assert main(arguments) == 1
+    assert_same_run(train(tmp_path, "--mesh", "2", *EVERY), whole)
 
 
 @pytest.mark.parametrize("step", [1, 3, 4])

@@ -1,16 +1,14 @@
 """A bit that flips on its way from stage to stage costs some time, and nothing else."""
 
-import itertools
 import json
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
+from train.flips import flipping
+from train.test_train_processes import run_together
 from train.test_train_resume import assert_same_run
 from train.test_train_run import SMALL, metrics, train
 
-import jpipe.pipeline.executor
+from jpipe.pipeline import executor
 from jpipe.train.__main__ import main
 
 VERIFIED = ["--mesh", "2", "--verify-comm"]
@@ -20,29 +18,8 @@ WITHIN = ["--microbatches", "4", "--snapshot-every-microbatches", "1"]
 
 @pytest.fixture
 def flips(monkeypatch):
-    """Let a bit of what stage 0 sends in tick 2 flip, the n-th times that it does."""
-    send = jpipe.pipeline.executor.send
-
-    def arm(*times):
-        count = itertools.count(1)
-
-        def now(stage, tick):
-            return np.bool_(stage == 0 and tick == 2 and next(count) in times)
-
-        def wrong(sealed, schedule, num_lanes, beat, row, axis):
-            shape = jax.ShapeDtypeStruct((), bool)
-            here = jax.pure_callback(now, shape, jax.lax.axis_index(axis), row.tick)
-            (payload,), tree = jax.tree.flatten(sealed.payload)
-            word = jax.lax.bitcast_convert_type(payload.ravel()[7], jnp.uint32)
-            damaged = jax.lax.bitcast_convert_type(word ^ jnp.uint32(1 << 20), payload.dtype)
-            damaged = payload.ravel().at[7].set(damaged).reshape(payload.shape)
-            payload = jnp.where(here, damaged, payload)
-            sealed = sealed._replace(payload=tree.unflatten([payload]))
-            return send(sealed, schedule, num_lanes, beat, row, axis)
-
-        monkeypatch.setattr(jpipe.pipeline.executor, "send", wrong)
-
-    return arm
+    """Let a bit of what stage 0 sends flip, the n-th times that it does."""
+    return lambda *times: monkeypatch.setattr(executor, "send", flipping(times))
 
 
 def run(tmp_path, name, *arguments):
@@ -88,3 +65,15 @@ def test_goes_on_without_verifying(tmp_path):
     assert main(first) == 0
     assert main([*SMALL, "--mesh", "2", "--out", str(tmp_path / "run"), "--steps", "5"]) == 0
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.slow
+def test_several_processes_go_back_together(tmp_path):
+    arguments = ["--mesh", "2", "--verify-comm", "--snapshot-every-steps", "2"]
+    run_together(tmp_path / "whole", 2, *arguments)
+    flipped = ("train.flips", "4", "--")
+    outputs = run_together(tmp_path / "run", 2, *arguments, module=flipped)
+    assert "warning: step 4: the activations of microbatch" in outputs[0]
+    assert "repeating from" in outputs[0]
+    assert "going on after step 2" in outputs[0]
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
