@@ -38,16 +38,31 @@ def device_crc32(tree: Tree) -> jax.Array:
     Returns:
         uint32 scalar, equal to `zlib.crc32` of the leaves' bytes, one leaf after the other, each in
         C order and little-endian.
+
+    Raises:
+        ValueError: if a leaf is a key, has elements of less than a byte, or is an array of NumPy's
+            that JAX would narrow.
     """
     remainder, count = jnp.uint32(0), 0
     for leaf in jax.tree.leaves(tree):
-        array = jnp.asarray(leaf)
+        array = _checked(leaf)
         size = array.size * array.dtype.itemsize
         if size:
             remainder = _times(remainder, _power(8 * size)) ^ _remainder(_words(array))
         count += size
     # What remains of the ones that a CRC begins with depends on the number of bytes alone.
     return remainder ^ np.uint32(_product(0xFFFFFFFF, _power(8 * count)) ^ 0xFFFFFFFF)
+
+
+def _checked(leaf: Any) -> jax.Array:
+    """The leaf as a device holds it, if that is as it is given, in whole bytes."""
+    array = jnp.asarray(leaf)
+    if getattr(leaf, "dtype", array.dtype) != array.dtype:
+        raise ValueError(f"a leaf of dtype {leaf.dtype} would become {array.dtype} on a device")
+    numbers = array.dtype == jnp.bool_ or jnp.issubdtype(array.dtype, jnp.number)
+    if not numbers or jax.dtypes.itemsize_bits(array.dtype) < 8:
+        raise ValueError(f"a leaf of dtype {array.dtype} has no bytes of which to take a CRC32")
+    return array
 
 
 def _words(array: jax.Array) -> jax.Array:

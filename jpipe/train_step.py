@@ -65,7 +65,8 @@ class Metrics(NamedTuple):
         skipped: boolean scalar, whether the gradients were not finite and `dynamic_loss_scale` left
             parameters, optimizer and the model's state as they were.
         mismatches: what was damaged on its way between stages, for `describe_mismatches`; if there
-            is anything but `INTACT`, the whole state is as it was. None if nothing was verified.
+            is anything but `INTACT`, the whole state is as it was, and everything else that is
+            reported here means nothing. None if nothing was verified.
     """
 
     loss: jax.Array

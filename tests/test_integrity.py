@@ -43,6 +43,19 @@ def test_numbers_that_are_none():
     assert int(jax.jit(device_crc32)(array)) == zlib.crc32(array.tobytes())
 
 
+@pytest.mark.parametrize(
+    ("leaf", "said"),
+    [
+        (np.ones(3), "float64 would become float32"),
+        (jnp.ones(3, jnp.int4), "int4 has no bytes"),
+        (jax.random.key(0), "key<fry> has no bytes"),
+    ],
+)
+def test_refuses(leaf, said):
+    with pytest.raises(ValueError, match=said):
+        device_crc32([jnp.ones(2), leaf])
+
+
 @pytest.mark.parametrize("size", [1, 33, 4096])
 def test_every_flipped_bit_shows(size):
     array = np.random.default_rng(size).integers(0, 2**32, size, np.uint32)

@@ -74,7 +74,7 @@ class Executor:
         key: the step's random key, or None.
         loss_scale: float32 scalar by which all gradients are multiplied, from the loss on; None for
             1.
-        verify: whether payloads travel with a checksum.
+        verify: whether payloads travel with checksum and address.
         inputs: pytree of `[M, microbatch, ...]` arrays.
         targets: pytree of `[M, microbatch, ...]` arrays.
     """
@@ -208,7 +208,7 @@ class Executor:
         payload = self._program.payload
         letter: Tree = payload
         if self.verify:
-            letter = Sealed(payload, jnp.uint32(0))
+            letter = Sealed(payload, jnp.uint32(0), jnp.zeros(3, jnp.int32))
         nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), letter)
         return Carry(
             inbox=stash.empty(self._inbox.size, letter),
@@ -253,15 +253,21 @@ class Executor:
         return send(payload, self.schedule, self._inbox.num_lanes, beat, row, self.axis)
 
     def _open(self, letter: Tree, carry: Carry, row: Row) -> tuple[Tree, Carry]:
-        """The payload that a row reads, compared with its checksum."""
+        """The payload that a row reads, compared with its checksum and address."""
         if not self.verify:
             return letter, carry
-        mismatch = first_mismatch(letter, row, *self._ends(row), carry.mismatch)
+        v, last = self._virtual_stage(row), self.schedule.last
+        mismatch = first_mismatch(letter, row, v, last, carry.mismatch)
         return letter.payload, carry._replace(mismatch=mismatch)
 
     def _seal(self, made: Tree, row: Row) -> Tree:
-        """What a row made, with its checksum."""
-        return seal(made, row, *self._ends(row)) if self.verify else made
+        """What a row made, with its checksum and address."""
+        if not self.verify:
+            return made
+        return seal(made, row, self._virtual_stage(row), self.schedule.last)
+
+    def _virtual_stage(self, row: Row) -> jax.Array:
+        return row.chunk * self.schedule.num_stages + jax.lax.axis_index(self.axis)
 
     def _ends(self, row: Row) -> tuple[jax.Array, jax.Array]:
         """Whether a row is of the first, or of the last of all virtual stages."""

@@ -1,4 +1,6 @@
-"""Payloads that travel with a checksum, so that what arrives can be compared with what was sent."""
+"""Payloads that travel with a checksum and an address, so that a reader knows that it has what was
+sent, and what was meant for it: an exchange that is lost leaves what came before, intact.
+"""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -20,45 +22,61 @@ INTACT = np.iinfo(np.int32).max
 
 
 class Sealed(NamedTuple):
-    """A payload and the CRC32 of its bytes, a uint32 scalar."""
+    """What travels.
+
+    Attributes:
+        payload: the payload.
+        crc32: of its bytes; uint32 scalar.
+        address: the operation, the microbatch and the virtual stage that are to read it; int32
+            `[3]`.
+    """
 
     payload: Tree
     crc32: jax.Array
+    address: jax.Array
 
 
-def seal(payload: Tree, row: Row, first: jax.Array, last: jax.Array) -> Sealed:
-    """What a row made, with its checksum where somebody is to read it, else with 0.
+def seal(payload: Tree, row: Row, v: jax.Array, last: int) -> Sealed:
+    """What a row made, with checksum and address where somebody is to read it, else with zeros.
 
     Args:
         payload: what it made.
         row: the row.
-        first: whether it is of the first of all virtual stages.
-        last: whether it is of the last.
+        v: its virtual stage.
+        last: the last of all.
     """
-    travels = ((row.op == Op.FORWARD) & ~last) | ((row.op == Op.BACKWARD) & ~first)
-    return Sealed(payload, when(travels, lambda _: device_crc32(payload), jnp.uint32(0)))
+    forward, backward = row.op == Op.FORWARD, row.op == Op.BACKWARD
+
+    def sign(_: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return device_crc32(payload), _address(row, jnp.where(forward, v + 1, v - 1))
+
+    travels = (forward & (v < last)) | (backward & (v > 0))
+    return Sealed(payload, *when(travels, sign, (jnp.uint32(0), jnp.zeros(3, jnp.int32))))
 
 
-def first_mismatch(
-    sealed: Sealed, row: Row, first: jax.Array, last: jax.Array, before: Any
-) -> jax.Array:
-    """The first tick in which a stage read something else than what was sent.
+def first_mismatch(sealed: Sealed, row: Row, v: jax.Array, last: int, before: Any) -> jax.Array:
+    """The first tick in which a stage read something else than what was sent to it.
 
     Args:
         sealed: what lies ready to be read.
         row: the row, which may read it.
-        first: as for `seal`.
+        v: as for `seal`.
         last: as for `seal`.
         before: the first such tick so far, or `INTACT`; int32 scalar.
     """
-    reads = ((row.op == Op.FORWARD) & ~first) | ((row.op == Op.BACKWARD) & ~last)
+    reads = ((row.op == Op.FORWARD) & (v > 0)) | ((row.op == Op.BACKWARD) & (v < last))
 
     def compare(before: jax.Array) -> jax.Array:
         same = device_crc32(sealed.payload) == sealed.crc32
+        same &= jnp.all(sealed.address == _address(row, v))
         return jnp.where(same, before, jnp.minimum(before, row.tick))
 
     found: jax.Array = when(reads, compare, before)
     return found
+
+
+def _address(row: Row, v: jax.Array) -> jax.Array:
+    return jnp.stack([row.op, row.microbatch, v])
 
 
 def describe_mismatches(mismatches: Any, schedule: Schedule, mesh: Mesh) -> Iterator[str]:
@@ -69,15 +87,29 @@ def describe_mismatches(mismatches: Any, schedule: Schedule, mesh: Mesh) -> Iter
             for each device the first tick in which it read something else than what was sent.
         schedule: the table that ran.
         mesh: the mesh.
+
+    Raises:
+        ValueError: if they are not those of a verified step on this mesh by this table.
     """
     ticks = np.asarray(mismatches)
+    if ticks.shape != mesh.devices.shape or not np.issubdtype(ticks.dtype, np.integer):
+        raise ValueError(
+            f"mismatches={mismatches!r} must be integers of shape {mesh.devices.shape}, as a step "
+            "with verify=True returns them"
+        )
     for place in sorted(zip(*np.nonzero(ticks != INTACT), strict=True), key=lambda p: ticks[p]):
         tick, at = int(ticks[place]), dict(zip(mesh.axis_names, map(int, place), strict=True))
         stage = at.pop(STAGE)
+        if not 0 <= tick < schedule.num_ticks:
+            raise ValueError(f"mismatches: the table {schedule.name!r} has no tick {tick}")
         op, v = Op(int(schedule.op[tick, stage])), int(schedule.virtual_stage[tick, stage])
         what = "activations" if op == Op.FORWARD else "gradients"
         source = schedule.source_of(op, v)
-        assert source is not None, "the first of all stages reads nothing that was sent"
+        if op not in (Op.FORWARD, Op.BACKWARD) or source is None:
+            raise ValueError(
+                f"mismatches: in tick {tick} of the table {schedule.name!r} stage {stage} reads "
+                "nothing that was sent; give the table that ran"
+            )
         others = "".join(f", {axis} {index}" for axis, index in at.items() if mesh.shape[axis] > 1)
         yield (
             f"the {what} of microbatch {schedule.microbatch[tick, stage]} from stage "

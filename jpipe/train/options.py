@@ -55,7 +55,8 @@ class TrainOptions:
             run or snapshot to go on from.
         max_restarts: how often in a row, without a new snapshot, the run is started again if it
             dies; 0 to let it die.
-        comm_timeout: seconds that a step may take before the run counts as stuck; 0 for any time.
+        comm_timeout: seconds that a step, or a wait for another process, may take before the run
+            counts as stuck; 0 for any time.
         out: run folder; None for a new one below `runs/`.
         platform: `auto`, `cpu`, `gpu` or `tpu`.
         dry_run: compile, report and stop.
@@ -249,8 +250,8 @@ def parse_options(argv: Sequence[str] | None = None) -> TrainOptions:
     )
     add(
         "--comm-timeout",
-        f"seconds that a step may take before the run is ended as stuck, at least {LEAST}; 0 for "
-        "any time",
+        "seconds that a step, or a wait for another process, may take before the run is ended as "
+        f"stuck, at least {LEAST}; 0 for any time",
         type=argument(_timeout),
         metavar="SECONDS",
     )

@@ -16,7 +16,6 @@ from jpipe.optim import LossScaleError, check_loss_scale, loss_scale_state
 from jpipe.pipeline import batch_sharding, pipeline_evaluate
 from jpipe.processes import is_main, place_batch
 from jpipe.schedule import save_figure
-from jpipe.snapshot import Snapshot
 from jpipe.train.interrupt import Interrupt
 from jpipe.train.plot import draw_losses
 from jpipe.train.report import describe_loss, describe_phases, make_progress, print_header
@@ -94,14 +93,14 @@ class Run:
                     self._phase("making the state"),
                     self.watchdog.watch_others("making the state", APART),
                 ):
-                    state, within = self._state(programs, setup.snapshot)
+                    state, within = self._state(programs)
             try:
                 while True:
                     try:
                         state = self._train(state, within, programs, interrupt)
                         break
                     except DamagedError as error:
-                        state, within = self._go_back(error, programs)
+                        state, within = self._again(error), None
                 if interrupt.terminated:
                     return interrupt.status
                 with self.watchdog.watch_others("the end of the run", APART):
@@ -112,10 +111,8 @@ class Run:
                 return FAILED
         return interrupt.status
 
-    def _go_back(
-        self, error: DamagedError, programs: Programs
-    ) -> tuple[TrainState, tuple[Any, int] | None]:
-        """Where to go on after a step was damaged."""
+    def _again(self, error: DamagedError) -> TrainState:
+        """What to go on with after a step was damaged: what it began with is still there."""
         step = int(error.state.step) + 1
         self.damaged[step] = count = self.damaged.get(step, 0) + 1
         told = f"step {step}: {error}"
@@ -124,22 +121,13 @@ class Run:
                 f"{told}, for the {count}th time: a device or a link is at fault. "
                 f"{self.setup.folder.path} keeps what came before"
             ) from error
-        with self.watchdog.watch_others("finding the newest snapshot", APART):
-            snapshot = self.snapshots.newest()
-        if snapshot is None:
-            self._say(f"warning: {told}; repeating the step")
-            self.setup.task.batches.set_state(error.cursor)
-            return error.state, None
-        self._say(f"warning: {told}; repeating from {snapshot.path}")
-        for array in jax.tree.leaves(error.state):
-            array.delete()  # there may be no room for another state beside it
-        self.setup.task.batches.set_state(snapshot.manifest.extra["data"])
-        with self.watchdog.watch_others("making the state again", APART):
-            return self._state(programs, snapshot)
+        self._say(f"warning: {told}; repeating the step")
+        self.setup.task.batches.set_state(error.cursor)
+        with self.watchdog.watch_others("replacing the snapshots within the step"):
+            self.snapshots.replace_within(error.state)
+        return error.state
 
-    def _state(
-        self, programs: Programs, snapshot: Snapshot | None
-    ) -> tuple[TrainState, tuple[Any, int] | None]:
+    def _state(self, programs: Programs) -> tuple[TrainState, tuple[Any, int] | None]:
         """A fresh one, or that of the snapshot to go on from, and what is held within its step."""
         setup = self.setup
         state = init_train_state(
@@ -148,8 +136,7 @@ class Run:
             setup.mesh,
             partition=setup.task.model.stages.partition,
         )
-        state, within = self.snapshots.restore(snapshot, state, programs.stepper.carry)
-        self.skipped = 0
+        state, within = self.snapshots.restore(state, programs.stepper.carry)
         for row in setup.folder.rewind(int(state.step)):
             self.skipped += row.get("skipped", False)
             if "loss" in row and not row.get("skipped"):

@@ -74,9 +74,6 @@ class RunFolder:
         if not self.writable:
             return []
         (self.path / _SUMMARY).unlink(missing_ok=True)
-        if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = None
         try:
             lines = (self.path / _METRICS).read_bytes().splitlines()
         except FileNotFoundError:

@@ -9,9 +9,8 @@ from jpipe.snapshot import (
     Snapshot,
     SnapshotError,
     SnapshotStore,
-    newest_good,
 )
-from jpipe.train.resume import FOLDER, agreed, identity, identity_within_a_step
+from jpipe.train.resume import FOLDER, identity, identity_within_a_step
 from jpipe.train.setup import Setup
 from jpipe.train_step import TrainState
 
@@ -40,21 +39,10 @@ class RunSnapshots:
                 keep_every=options.keep_every,
             )
 
-    def newest(self) -> Snapshot | None:
-        """The newest good snapshot of this run, or else what it began with, if that was one."""
-        self._try(lambda store: store.wait())
-        if self._store is None:
-            return self._setup.snapshot
-        own = agreed(lambda: newest_good(self._setup.folder.path / FOLDER))
-        return own or self._setup.snapshot
-
-    def restore(
-        self, snapshot: Snapshot | None, state: TrainState, carry: Any | None
-    ) -> tuple[TrainState, Any | None]:
+    def restore(self, state: TrainState, carry: Any | None) -> tuple[TrainState, Any | None]:
         """What the run goes on from: a state, and in the middle of a step what is held there.
 
         Args:
-            snapshot: the snapshot; None to begin anew.
             state: a fresh one.
             carry: shapes and shardings of what is held within a step; None if that is not asked
                 for.
@@ -66,6 +54,7 @@ class RunSnapshots:
         Raises:
             MismatchError: if the snapshot is that of another model.
         """
+        snapshot = self._setup.snapshot
         if snapshot is None:
             return state, None
         try:
@@ -117,6 +106,18 @@ class RunSnapshots:
         identity = identity_within_a_step(self._setup.options)
         extra = {"data": cursor, "within": {"next": following, "identity": identity}}
         self._save({_STATE: state, _CARRY: carry}, int(state.step), extra, microbatch)
+
+    def replace_within(self, state: TrainState) -> None:
+        """Of a step that was damaged, keep what it began with instead of what is within it.
+
+        What was damaged may lie in these, not yet read by any stage.
+        """
+        if self._setup.options.snapshot_every_microbatches is None:
+            return
+        step = int(state.step)
+        self._save_state(state, step)
+        self._try(lambda store: store.wait())
+        self._try(lambda store: store.forget_after(step, 0))
 
     def after_step(self, state: TrainState, step: int) -> None:
         """Take a snapshot if it is time for one."""

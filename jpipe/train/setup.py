@@ -204,17 +204,17 @@ def _check_apart(options: TrainOptions, mesh: Mesh, task: Task) -> None:
             f"--snapshot-every-microbatches {every} must be below --microbatches "
             f"{options.microbatches}, for there to be one within a step"
         )
-    asked = "" if every is None else f"--snapshot-every-microbatches {every}"
-    asked = "--verify-comm" if options.verify_comm else asked
+    within = [] if every is None else [f"--snapshot-every-microbatches {every}"]
+    asked = " and ".join(within + ["--verify-comm"] * options.verify_comm)
     if not asked:
         return
     has_state = not isinstance(jax.eval_shape(task.init), Params)
     divided = mesh.shape[DATA] > 1 and has_state and options.compression == "none"
     if mesh.shape[MODEL] > 1 or divided:
         raise ValueError(
-            f"{asked} needs a mesh of stages and data on which every device runs a program of its "
-            f"own; on --mesh {options.mesh} XLA divides the work of --model {options.model}: leave "
-            "it out"
+            f"{asked}: every device must run a program of its own, but on --mesh {options.mesh} "
+            f"XLA divides the work of --model {options.model}; leave it out, use a mesh of stages "
+            "alone, or of stages and data with a --compression"
         )
 
 

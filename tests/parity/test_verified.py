@@ -18,7 +18,6 @@ from jpipe.pipeline import (
     INTACT,
     describe_mismatches,
     param_shardings,
-    pipeline_segments,
     pipeline_value_and_grad,
 )
 from jpipe.schedule import SCHEDULES, Op, make_schedule
@@ -98,6 +97,25 @@ def test_same_bits_and_a_flipped_one_is_found(schedule, monkeypatch):
         f"the {what} of microbatch {microbatch} from stage {sender} to stage {reader}, "
         f"read in tick {read}"
     )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_lost_exchange_is_found(schedule, monkeypatch):
+    """The inbox then still has what came before, with the checksum that it came with."""
+    problem, mesh = models.mlp(4, M), make_mesh(P)
+    arguments, table = place(problem, mesh), make_schedule(schedule, P, M, 1)
+    deliver = jpipe.pipeline.executor.deliver
+    for _, sent, reader, read in travels(table, 2):
+
+        def lost(inbox, arrived, slots, row, here=(reader, sent)):
+            whole = deliver(inbox, arrived, slots, row)
+            stays = (jax.lax.axis_index("stage") == here[0]) & (row.tick == here[1])
+            return jax.tree.map(lambda old, new: jnp.where(stays, old, new), inbox, whole)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(jpipe.pipeline.executor, "deliver", lost)
+            *_, mismatches = build(problem, mesh, table)(*arguments)
+        assert np.asarray(mismatches)[reader].item() == read
 
 
 @pytest.mark.parametrize("schedule", WAYS)
@@ -194,7 +212,7 @@ def test_a_damaged_step_changes_nothing(optimizer, monkeypatch):
     assert (np.asarray(metrics.mismatches) == INTACT).all()
 
 
-def test_a_damaged_segment_is_known_before_the_next(monkeypatch):
+def test_damage_is_known_after_the_segment_that_reads(monkeypatch):
     problem, mesh, optimizer = models.mlp(4, M), make_mesh(2), optax.sgd(1e-2)
     table = make_schedule("1f1b", 2, M, 1)
     state = init_train_state(lambda: problem.params, optimizer, mesh)
@@ -233,9 +251,23 @@ def test_refused_where_xla_divides_activations():
 
 def test_one_stage_has_nothing_to_verify():
     problem, mesh = models.mlp(2, 3), make_mesh(1)
-    segments = pipeline_segments(
-        problem.stages, problem.loss, mesh, make_schedule("1f1b", 1, 3, 1), microbatches=1
-    )
-    assert segments.num_periods
-    *_, mismatches = build(problem, mesh, "1f1b")(*place(problem, mesh))
+    arguments = place(problem, mesh)
+    plain = pipeline_value_and_grad(problem.stages, problem.loss, mesh, "1f1b")(*arguments)
+    *verified, mismatches = build(problem, mesh, "1f1b")(*arguments)
+    assert bits(verified) == bits(plain)
     assert (np.asarray(mismatches) == INTACT).all()
+
+
+@pytest.mark.parametrize(
+    ("mismatches", "said"),
+    [
+        (None, r"must be integers of shape \(2, 1, 1\)"),
+        ([3, 3], r"must be integers of shape \(2, 1, 1\)"),
+        ([[[INTACT]], [[99]]], "has no tick 99"),
+        ([[[2]], [[INTACT]]], "in tick 2 of the table '1f1b' stage 0 reads nothing"),
+    ],
+)
+def test_refuses_what_no_verified_step_returned(mismatches, said):
+    table = make_schedule("1f1b", 2, 3, 1)
+    with pytest.raises(ValueError, match=said):
+        list(describe_mismatches(mismatches, table, make_mesh(2)))

@@ -1,4 +1,4 @@
-"""A bit that flips in what stage 0 sends, as tests in one process and in several want it.
+"""A bit that flips in what a stage sends, as tests in one process and in several want it.
 
 python -m train.flips 4 -- ARGUMENTS OF THE COMMAND
 """
@@ -13,12 +13,12 @@ import numpy as np
 from jpipe.pipeline import executor
 
 
-def flipping(times):
-    """What sends payloads, but flips a bit of stage 0's in tick 2, the n-th times that it does."""
-    count, send = itertools.count(1), executor.send
+def flipping(times, send, stage=0, tick=2):
+    """What sends payloads, but flips a bit of a stage's in a tick, the n-th times that it does."""
+    count = itertools.count(1)
 
-    def now(stage, tick):
-        return np.bool_(stage == 0 and tick == 2 and next(count) in times)
+    def now(of_stage, in_tick):
+        return np.bool_(of_stage == stage and in_tick == tick and next(count) in times)
 
     def wrong(sealed, schedule, num_lanes, beat, row, axis):
         shape = jax.ShapeDtypeStruct((), bool)
@@ -37,5 +37,5 @@ def flipping(times):
 if __name__ == "__main__":
     from jpipe.train.__main__ import main
 
-    executor.send = flipping([int(sys.argv[1])])
+    executor.send = flipping([int(sys.argv[1])], executor.send)
     sys.exit(main(sys.argv[3:]))

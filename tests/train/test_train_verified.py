@@ -19,7 +19,12 @@ WITHIN = ["--microbatches", "4", "--snapshot-every-microbatches", "1"]
 @pytest.fixture
 def flips(monkeypatch):
     """Let a bit of what stage 0 sends flip, the n-th times that it does."""
-    return lambda *times: monkeypatch.setattr(executor, "send", flipping(times))
+
+    def arm(*times, **where):
+        monkeypatch.setattr(executor, "send", flipping(times, send, **where))
+
+    send = executor.send
+    return arm
 
 
 def run(tmp_path, name, *arguments):
@@ -28,24 +33,28 @@ def run(tmp_path, name, *arguments):
 
 
 @pytest.mark.parametrize("within", [(), WITHIN], ids=["whole", "segments"])
-def test_repeats_from_the_last_snapshot(tmp_path, capsys, flips, within):
+def test_repeats_the_step(tmp_path, capsys, flips, within):
     whole = run(tmp_path, "whole", *SNAPSHOTS, *within)
-    flips(4)
+    flips(1, 5, 6)
     folder = run(tmp_path, "damaged", *SNAPSHOTS, *within)
     told = capsys.readouterr().out
-    assert "warning: step 4: the activations of microbatch" in told
-    assert "from stage 0 to stage 1, read in tick 3, arrived damaged; repeating from" in told
+    assert told.count("warning: step 1: the activations of microbatch 1 from stage 0") == 1
+    assert told.count("warning: step 4: the activations of microbatch 1 from stage 0") == 2
+    assert told.count("to stage 1, read in tick 3, arrived damaged; repeating the step") == 3
     assert_same_run(folder, whole)
-    assert json.loads((folder / "summary.json").read_text())["damaged_steps"] == 1
+    assert json.loads((folder / "summary.json").read_text())["damaged_steps"] == 3
 
 
-def test_repeats_the_step_if_there_is_no_snapshot(tmp_path, capsys, flips):
-    without = ["--snapshot-every-steps", "0"]
-    whole = run(tmp_path, "whole", *without)
-    flips(1, 3)
-    folder = run(tmp_path, "damaged", *without)
+@pytest.mark.parametrize(("schedule", "tick"), [("1f1b", 3), ("1f1b-overlap", 5)])
+def test_snapshots_within_a_damaged_step_are_replaced(tmp_path, capsys, flips, schedule, tick):
+    """What a segment's last tick sends is read in the next one, after a snapshot."""
+    where = ["--mesh", "4", "--schedule", schedule, *WITHIN, "--keep-snapshots", "2"]
+    whole = run(tmp_path, "whole", *where)
+    flips(4, tick=tick, stage=1)
+    folder = run(tmp_path, "damaged", *where)
     told = capsys.readouterr().out
-    assert told.count("arrived damaged; repeating the step") == 2
+    assert told.count("repeating the step") == 1
+    assert f"read in tick {tick + 1}, arrived damaged" in told
     assert_same_run(folder, whole)
 
 
@@ -68,12 +77,12 @@ def test_goes_on_without_verifying(tmp_path):
 
 
 @pytest.mark.slow
-def test_several_processes_go_back_together(tmp_path):
-    arguments = ["--mesh", "2", "--verify-comm", "--snapshot-every-steps", "2"]
+@pytest.mark.parametrize("within", [(), WITHIN], ids=["whole", "segments"])
+def test_several_processes_repeat_it_together(tmp_path, within):
+    arguments = [*VERIFIED, *SNAPSHOTS, *within]
     run_together(tmp_path / "whole", 2, *arguments)
     flipped = ("train.flips", "4", "--")
     outputs = run_together(tmp_path / "run", 2, *arguments, module=flipped)
     assert "warning: step 4: the activations of microbatch" in outputs[0]
-    assert "repeating from" in outputs[0]
-    assert "going on after step 2" in outputs[0]
+    assert "repeating the step" in outputs[0]
     assert_same_run(tmp_path / "run", tmp_path / "whole")
