@@ -55,7 +55,7 @@ def kills_of_a_run(
                 failed_at,
                 failed_at - victim.base,
                 recovered - killed,
-                victim.ready - killed,
+                victim.compiled - killed,
             )
         )
         print(found[-1], flush=True)

@@ -29,7 +29,7 @@ class Kill(NamedTuple):
         failed_at: microbatches finished when it was killed.
         repeated: of these, how many were computed again.
         seconds: from the kill until as many were finished again.
-        start_seconds: of these, until the new process began to train.
+        start_seconds: of these, until the new process had its programs, compiled or read.
     """
 
     policy: str
@@ -74,7 +74,7 @@ def write(data: dict[str, Any]) -> None:
         "the kill; the time is from the kill until the new process is there again.",
         "",
         "| policy | repeated microbatches: mean | median | standard deviation | seconds: mean "
-        "| median | standard deviation | of the mean, start |",
+        "| median | standard deviation | of the mean, until the programs are there |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, own in by_policy.items():
@@ -97,10 +97,9 @@ def write(data: dict[str, Any]) -> None:
         ),
         "",
         f"What dominates is the start: {starts['within'] / wall['within']:.0%} of the time with "
-        f"snapshots within a step, {starts['steps'] / wall['steps']:.0%} with those of steps. It "
-        "imports JAX and Flax, traces, reads compiled programs and the snapshot, and no policy "
-        "changes it. Snapshots within a step pay where steps are long. With this start and these "
-        "means of repeated microbatches, modelled:",
+        f"snapshots within a step, {starts['steps'] / wall['steps']:.0%} with those of steps: "
+        "importing JAX and Flax, tracing, reading compiled programs. Snapshots within a step pay "
+        "where steps are long. With these starts and means of repeated microbatches, modelled:",
         "",
         "| a step takes | from scratch | from the last step's snapshot | within a step "
         "| less than from the last step's |",

@@ -28,13 +28,14 @@ class Victim:
 
     Attributes:
         base: microbatches that it had not to repeat; None until it says where it goes on.
-        ready: when it began with that, as `time.monotonic` has it.
+        compiled: when it had its programs, as `time.monotonic` has it.
+        ready: when it began to train.
     """
 
     def __init__(self, folder: Path, arguments: list[str], step_seconds: float) -> None:
         self._metrics, self._step_seconds = folder / "metrics.jsonl", step_seconds
         self.base: int | None = None
-        self.ready = 0.0
+        self.compiled = self.ready = 0.0
         self.started = time.monotonic()
         self._inode_before = _inode(self._metrics)
         self._lines: list[str] = []
@@ -76,8 +77,10 @@ class Victim:
             if found:
                 self.base = int(found[1]) * MICROBATCHES + int(found[2] or 0)
                 self.ready = time.monotonic()
-            elif line.startswith("start-up:") and self._fresh:
-                self.base, self.ready = 0, time.monotonic()
+            elif line.startswith("start-up:"):
+                self.compiled = time.monotonic()
+                if self._fresh:
+                    self.base, self.ready = 0, self.compiled
 
     @property
     def _fresh(self) -> bool:
