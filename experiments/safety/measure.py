@@ -5,12 +5,13 @@
 The command's default run on four simulated devices: its step alone, with `--verify-comm`, in
 segments of about five microbatches, and with a snapshot after each segment, taken in turn in one
 process. Simulated devices share the CPU's cores, so process CPU time counts what all of them and
-the threads that write do; wall time is what a run waits. Writes RESULTS.md beside this file.
+the threads that write do; wall time is what a run takes. Writes RESULTS.md beside this file.
 """
 
 import argparse
 import contextlib
 import datetime
+import functools
 import os
 import platform
 import statistics
@@ -36,6 +37,8 @@ from jpipe.watchdog import Watchdog
 
 FOLDER = Path(__file__).parent
 WITHIN = 5  # microbatches
+STEPS = 3  # of a case in a round
+CHECKSUMS = 32  # in a program
 SEGMENTS = ["--snapshot-every-microbatches", str(WITHIN)]
 CASES = {
     "plain": [],
@@ -52,6 +55,9 @@ class NoSnapshots:
 
     def within_step(self, *_: Any) -> None:
         """Take none."""
+
+    def wait(self) -> None:
+        """Nothing is being written."""
 
 
 class Case:
@@ -101,13 +107,21 @@ class Case:
 
 
 def crc_seconds(payload: jax.Array) -> float:
-    """CPU time of a checksum."""
-    crc, took = jax.jit(device_crc32), []
+    """CPU time of a checksum, one of many in a program."""
+    many = jax.numpy.stack([payload + k for k in range(CHECKSUMS)])
+    crc, took = jax.jit(functools.partial(jax.lax.map, device_crc32)), []
+    crc(many).block_until_ready()
     for _ in range(30):
         started = time.process_time()
-        crc(payload).block_until_ready()
-        took.append(time.process_time() - started)
+        crc(many).block_until_ready()
+        took.append((time.process_time() - started) / CHECKSUMS)
     return statistics.median(took)
+
+
+def quartiles(values: list[float]) -> str:
+    """The median, and where the middle half lies."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
 def main() -> None:
@@ -128,14 +142,15 @@ def main() -> None:
             stack.callback(cases[name].snapshots.close)
         for case in cases.values():
             case.step()
+            case.snapshots.wait()
         for _ in range(options.rounds):
             for name, case in cases.items():
                 before = time.process_time(), time.perf_counter()
-                case.step()
-                wall[name].append(time.perf_counter() - before[1])
-                if name in SAVES:
-                    case.snapshots.newest()  # waits, so that no other case pays for the writing
-                cpu[name].append(time.process_time() - before[0])
+                for _ in range(STEPS):
+                    case.step()
+                case.snapshots.wait()
+                wall[name].append((time.perf_counter() - before[1]) / STEPS)
+                cpu[name].append((time.process_time() - before[0]) / STEPS)
         payload = cases["plain"].payload
         crc, size = crc_seconds(payload), payload.nbytes
     versions = ", ".join(f"{n} {metadata.version(n)}" for n in ("jax", "orbax-checkpoint"))
@@ -146,23 +161,26 @@ def main() -> None:
         f"{platform.python_version()}, {versions}. `python experiments/safety/measure.py --rounds "
         f"{options.rounds}`.",
         "",
-        "The default run of `python -m jpipe.train --mesh 4`, a step of 8 microbatches; medians, "
-        "cases taken in turn. CPU time has that of writing, wall time only what the run waits "
-        "for: on a machine whose cores are all computing, writing takes its share of them, too.",
+        f"The default run of `python -m jpipe.train --mesh 4`, a step of 8 microbatches. In a "
+        f"round each case takes {STEPS} steps and waits for what is written; cases in turn. Medians "
+        "of the rounds, and of the ratios within a round, with the quartiles of these.",
         "",
         "| step | CPU time | over plain | wall time | over plain |",
         "|---|---|---|---|---|",
     ]
-    plain = {k: statistics.median(v["plain"]) for k, v in {"cpu": cpu, "wall": wall}.items()}
     for name in CASES:
-        c, w = statistics.median(cpu[name]), statistics.median(wall[name])
-        lines.append(
-            f"| {name} | {c * 1e3:,.0f} ms | {c / plain['cpu']:.3f} | {w * 1e3:,.0f} ms "
-            f"| {w / plain['wall']:.3f} |"
-        )
+        cells = [
+            cell
+            for took in (cpu, wall)
+            for cell in (
+                f"{statistics.median(took[name]) * 1e3:,.0f} ms",
+                quartiles([a / b for a, b in zip(took[name], took["plain"], strict=True)]),
+            )
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += [
         "",
-        f"A checksum of what a stage sends, {size / 1e3:,.0f} kB, takes {crc * 1e3:.2f} ms of CPU "
+        f"A checksum of what a stage sends, {size / 1e3:,.0f} kB, takes {crc * 1e3:.3f} ms of CPU "
         "time; each microbatch has two at each link and direction, one where it is sent and one "
         "where it is read. A snapshot within a step writes the whole state and all that stages "
         "hold, whatever a step takes: its share falls as steps get longer.",

@@ -116,7 +116,7 @@ class RunSnapshots:
             return
         step = int(state.step)
         self._save_state(state, step)
-        self._try(lambda store: store.wait())
+        self.wait()
         self._try(lambda store: store.forget_after(step, 0))
 
     def after_step(self, state: TrainState, step: int) -> None:
@@ -126,10 +126,14 @@ class RunSnapshots:
 
     def at_the_end(self, state: TrainState) -> None:
         """Take the last one, and wait until it is written."""
-        self._try(lambda store: store.wait())  # a failure counts, in every process
+        self.wait()  # a failure counts, in every process
         step = int(state.step)
         if step and (self._newest is None or self._newest[0] < step):
             self._save_state(state, step)
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait for what is being written, and say what went wrong, as `poll` does."""
         self._try(lambda store: store.wait())
 
     def poll(self) -> None:
@@ -161,7 +165,7 @@ class RunSnapshots:
             seconds = round(time.perf_counter() - started, 6)
             self._waited.append({"step": step, "microbatch": microbatch, "seconds_waited": seconds})
 
-        self._try(lambda store: store.wait())  # one that failed must not hinder the next
+        self.wait()  # one that failed must not hinder the next
         self._try(save)
 
     def _try(self, act: Callable[[SnapshotStore], None]) -> None:
