@@ -100,3 +100,15 @@ def test_same_numbers_as_one_process(num_processes, mesh, alone, tmp_path):
     # The others neither write nor speak, but for what JAX says of the network.
     assert all("validation" not in out for out in outputs[1:])
     assert {p.name for p in folder.iterdir()} >= {"params.msgpack", "sample.txt", "loss.png"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_goes_on_in_another_number_of_processes(before, after, alone, tmp_path):
+    folder, arguments = tmp_path / "run", ("--mesh", "4", "--snapshot-every-steps", "1")
+    run_together(folder, before, *arguments, "--steps", "2")
+    out, *_ = run_together(folder, after, *arguments)
+    assert "going on after step 2" in out
+    for row, expected in zip(numbers(folder), alone, strict=True):
+        for name in row:  # the first run had no step left before which to validate
+            assert row[name] == pytest.approx(expected[name], rel=2e-6), name
