@@ -162,8 +162,8 @@ def main() -> None:
         f"{options.rounds}`.",
         "",
         f"The default run of `python -m jpipe.train --mesh 4`, a step of 8 microbatches. In a "
-        f"round each case takes {STEPS} steps and waits for what is written; cases in turn. Medians "
-        "of the rounds, and of the ratios within a round, with the quartiles of these.",
+        f"round each case takes {STEPS} steps and waits for what is written; cases in turn. "
+        "Medians of the rounds, and of the ratios within a round, with the quartiles of these.",
         "",
         "| step | CPU time | over plain | wall time | over plain |",
         "|---|---|---|---|---|",
