@@ -49,6 +49,7 @@ def supervise(
     say: Callable[[str], None],
     patience: float | None = 60.0,
     first_delay: float = 1.0,
+    done: Callable[[], bool] = lambda: False,
 ) -> int:
     """Run one or several processes that work together, until they end by themselves.
 
@@ -66,6 +67,7 @@ def supervise(
         patience: seconds after which a process that was stopped (SIGSTOP) is killed; None to let
             it be.
         first_delay: seconds before the first restart.
+        done: whether all that they were started for is done: who dies after that is not needed.
 
     Returns:
         The exit status of the first that did not end well, as a shell has it, or else 0.
@@ -77,6 +79,9 @@ def supervise(
             status = _run(commands(), hand_on, patience, say)
             if received or not _died(status):
                 return _as_shell(status)
+            if done():
+                say(f"it {_describe(status)} after everything was done")
+                return 0
             failures = 1 if progress() != before else failures + 1
             if failures > max_restarts:
                 say(f"it {_describe(status)}, no progress in {failures} starts: giving up")

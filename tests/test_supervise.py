@@ -78,6 +78,13 @@ def test_with_progress_the_count_begins_again(tmp_path):
     assert all("restart 1 of 1" in line for line in lines)
 
 
+def test_who_dies_after_everything_is_done_is_not_needed(tmp_path):
+    code = "(folder / 'done').touch(); os.kill(os.getpid(), signal.SIGKILL)"
+    status, starts, lines = run(tmp_path, code, done=(tmp_path / "done").exists)
+    assert (status, starts) == (0, 1)
+    assert lines == ["it was ended by SIGKILL after everything was done"]
+
+
 def test_delays_double(tmp_path):
     began = time.monotonic()
     _, _, lines = run(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)", max_restarts=5)

@@ -2,13 +2,13 @@
 
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from jpipe.supervise import supervise
 from jpipe.train.options import TrainOptions
 from jpipe.train.resume import FOLDER
-from jpipe.train.run_folder import holds_run, new_folder
+from jpipe.train.run_folder import SUMMARY, holds_run, new_folder
 
 
 def starts_group(options: TrainOptions) -> bool:
@@ -44,10 +44,12 @@ def run_and_restart(argv: Sequence[str], options: TrainOptions) -> int:
     snapshots = folder.expanduser() / FOLDER
 
     def taken() -> set[tuple[str, int, int]]:
-        found = [(path.name, path.stat()) for path in snapshots.glob("step-*")]
-        return {(name, stat.st_ino, stat.st_mtime_ns) for name, stat in found}
+        return _versions(snapshots.glob("step-*"))
 
-    at_first = taken()
+    def written() -> set[tuple[str, int, int]]:
+        return _versions(folder.expanduser().glob(SUMMARY))
+
+    at_first, before = taken(), written()
     fresh = not holds_run(folder.expanduser())
 
     def commands() -> list[list[str]]:
@@ -71,4 +73,11 @@ def run_and_restart(argv: Sequence[str], options: TrainOptions) -> int:
         progress=taken,
         say=lambda text: print(f"supervisor: {text}", file=sys.stderr, flush=True),
         patience=options.comm_timeout or None,
+        done=lambda: bool(written() - before),
     )
+
+
+def _versions(paths: Iterable[Path]) -> set[tuple[str, int, int]]:
+    """What there is, told apart from what had the same name before."""
+    found = [(path.name, path.stat()) for path in paths]
+    return {(name, stat.st_ino, stat.st_mtime_ns) for name, stat in found}

@@ -19,6 +19,7 @@ from jpipe.schedule import save_figure
 from jpipe.train.interrupt import Interrupt
 from jpipe.train.plot import draw_losses
 from jpipe.train.report import describe_loss, describe_phases, make_progress, print_header
+from jpipe.train.run_folder import SUMMARY
 from jpipe.train.run_snapshots import RunSnapshots
 from jpipe.train.setup import Setup
 from jpipe.train.stepper import DamagedError, Stepper
@@ -335,8 +336,8 @@ class Run:
         )
         if not interrupt.requested:
             self._show(state)
-        folder.write_json(  # the last, since with it the run counts as finished
-            "summary.json",
+        folder.write_json(
+            SUMMARY,
             {
                 "steps": last,
                 "validation_loss": final,

@@ -14,7 +14,8 @@ from typing import Any
 from jpipe.files import write_atomically
 
 _METRICS = "metrics.jsonl"
-_SUMMARY = "summary.json"
+SUMMARY = "summary.json"
+"""What a run writes last: with it, it is finished."""
 
 
 class RunFolder:
@@ -73,7 +74,7 @@ class RunFolder:
         """
         if not self.writable:
             return []
-        (self.path / _SUMMARY).unlink(missing_ok=True)
+        (self.path / SUMMARY).unlink(missing_ok=True)
         try:
             lines = (self.path / _METRICS).read_bytes().splitlines()
         except FileNotFoundError:
@@ -121,7 +122,7 @@ class RunFolder:
 
 def holds_run(path: Path) -> bool:
     """Whether a folder holds what a run leaves."""
-    return any((path / mark).exists() for mark in (_METRICS, _SUMMARY, "snapshots"))
+    return any((path / mark).exists() for mark in (_METRICS, SUMMARY, "snapshots"))
 
 
 def _lock(path: Path) -> int:

@@ -26,7 +26,7 @@ from jpipe.train.language import LanguageTask
 from jpipe.train.optimizer import make_optimizer
 from jpipe.train.options import ONEBIT_ADAM, RESNETS, TrainOptions
 from jpipe.train.resume import check_same, find_snapshot
-from jpipe.train.run_folder import RunFolder, holds_run
+from jpipe.train.run_folder import SUMMARY, RunFolder, holds_run
 from jpipe.train.task import Task
 from jpipe.train.vision import VisionTask
 from jpipe.watchdog import APART, Watchdog
@@ -170,7 +170,7 @@ def _check_finished(options: TrainOptions, snapshot: Snapshot | None) -> None:
     if snapshot is None:
         return
     step, folder = snapshot.manifest.step, snapshot.path.parent.parent
-    if step > options.steps or (step == options.steps and (folder / "summary.json").exists()):
+    if step > options.steps or (step == options.steps and (folder / SUMMARY).exists()):
         raise ValueError(
             f"{snapshot.path} was taken after {step} steps, and --steps is {options.steps}: "
             "nothing is left to do; use more --steps, or another --out"
@@ -184,7 +184,7 @@ def _goes_on(options: TrainOptions, snapshot: Snapshot | None) -> bool:
     folder = Path(options.out).expanduser()
     if snapshot is not None and snapshot.path.parent.parent.resolve() == folder.resolve():
         return True
-    if not holds_run(folder) or (folder / "summary.json").exists():
+    if not holds_run(folder) or (folder / SUMMARY).exists():
         return False
     try:
         before = json.loads((folder / "config.json").read_bytes())

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from jpipe.files import write_atomically
 from jpipe.train import restart
 from jpipe.train.options import parse_options
 
@@ -12,11 +13,13 @@ from jpipe.train.options import parse_options
 def commands(monkeypatch):
     """Makes the commands of one start after the other, as the supervisor would."""
     made = []
-    monkeypatch.setattr(restart, "supervise", lambda make, **_: made.append(make) or 0)
+    monkeypatch.setattr(restart, "supervise", lambda make, **own: made.append((make, own)) or 0)
 
     def of(*argv):
         restart.run_and_restart(argv, parse_options(argv))
-        return made[-1]
+        make, own = made[-1]
+        make.done = own["done"]
+        return make
 
     return of
 
@@ -40,6 +43,17 @@ def test_what_is_named_is_where_to_begin_and_not_where_to_go_back_to(commands, t
     assert resumes(command) == str(named)
     (tmp_path / "snapshots" / "step-00000020").mkdir()
     assert resumes(command) == "auto"
+
+
+def test_is_done_once_a_summary_of_its_own_is_there(commands, tmp_path):
+    command = commands("--out", str(tmp_path), "--max-restarts", "2")
+    assert not command.done()
+    (tmp_path / "summary.json").touch()
+    assert command.done()
+    command = commands("--out", str(tmp_path), "--max-restarts", "2", "--steps", "9")
+    assert not command.done()  # what is there is of the run before
+    write_atomically(tmp_path / "summary.json", b"{}")
+    assert command.done()
 
 
 def test_never_is_for_what_others_left(commands, tmp_path):
