@@ -17,7 +17,7 @@ from jpipe.schedule import CostModel, make_schedule, simulate_schedule
 FOLDER = pathlib.Path(__file__).parent
 BOUND = 0.15
 STAGES, MICROBATCHES = 8, 32
-CHUNKS = {"interleaved": 2}
+CHUNKS = {"interleaved": 2, "zero-bubble-v": 2}
 SCHEDULES = ["1f1b", "1f1b-overlap", "interleaved", "zero-bubble", "zero-bubble-overlap"]
 WIDTHS = [256, 512, 1024, 2048, 4096, 8192]
 TOKENS = [256, 1024, 4096]  # of a microbatch

@@ -28,7 +28,7 @@ from jpipe.pipeline import (
 from jpipe.schedule import SCHEDULES
 
 BY_HAND = {"gpipe": gpipe, "shift": shift}
-CHUNKS = {"interleaved": 2}
+CHUNKS = {"interleaved": 2, "zero-bubble-v": 2}
 """Pieces of the model on a stage, for schedules that have several."""
 
 

@@ -62,7 +62,8 @@ def pipeline_from_linen(
             The others are state, without gradients or optimizer state.
         recompute: what the backward computes again, see `jpipe.pipeline.repeat_block`.
         num_stages: P, if the stages may differ.
-        num_chunks: V, how many chunks of the blocks each stage has, for the schedule `interleaved`.
+        num_chunks: V, how many chunks of the blocks each stage has, for the schedules `interleaved`
+            and `zero-bubble-v`.
         split_points: the first block of each stage but the first; with several chunks, of each of
             the P V pieces but the first.
 

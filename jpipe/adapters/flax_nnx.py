@@ -55,7 +55,8 @@ def pipeline_from_nnx(
             statistics, frozen parameters.
         recompute: what the backward computes again, see `jpipe.pipeline.repeat_block`.
         num_stages: P, if the stages may differ.
-        num_chunks: V, how many chunks of the blocks each stage has, for the schedule `interleaved`.
+        num_chunks: V, how many chunks of the blocks each stage has, for the schedules `interleaved`
+            and `zero-bubble-v`.
         split_points: the first block of each stage but the first; with several chunks, of each of
             the P V pieces but the first.
         inputs: the inputs of one microbatch, or their shapes and dtypes.

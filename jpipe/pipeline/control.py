@@ -50,7 +50,11 @@ def send(
         def permute(edges: Route) -> Tree:
             return jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, axis, edges), payload)
 
-        arrived = [permute(edges) for edges in lanes(schedule.num_stages, route) if edges]
+        arrived = [
+            payload if all(a == b for a, b in edges) else permute(edges)
+            for edges in lanes(schedule.num_stages, route)
+            if edges
+        ]
         return (*arrived, *[payload] * (num_lanes - len(arrived)))
 
     if beat.route is not None:

@@ -28,7 +28,7 @@ from jpipe.pipeline.state import State, Variables
 from jpipe.pipeline.verify import INTACT, Sealed, first_mismatch, seal
 from jpipe.pipeline.weight_gradient import SplitBackward
 from jpipe.schedule.slots import Inbox, assign_inbox, assign_slots, assign_weight_slots
-from jpipe.schedule.table import Op, Schedule
+from jpipe.schedule.table import Op, Schedule, nth_of_chunk
 
 
 class Carry(NamedTuple):
@@ -150,7 +150,14 @@ class Executor:
         x, _ = jax.eval_shape(self._run_stem, own.params, self._stem_again(0), (), own.moving)
         key = microbatch_keys(self.key, 0).body
         return body_program(
-            self.parts.body, self.axis, self.own.part("body"), self.body_shapes, x, key, self._rows
+            self.parts.body,
+            self.axis,
+            self.own.part("body"),
+            self.body_shapes,
+            x,
+            key,
+            self._rows,
+            folded=self.schedule.folded,
         )
 
     @functools.cached_property
@@ -216,7 +223,7 @@ class Executor:
             kept=stash.empty(int(slots.max()), self._splits[0].kept),
             kept_by_stem=stash.empty(int(slots[0]), self._split_stem.kept),
             left=stash.empty(weight_slots, self._halves[0].left) if self._halves else [],
-            tops=stash.empty(int(slots[-1]), payload),
+            tops=stash.empty(int(slots[self._top]), payload),
             moving=self.own.moving,
             grads=jax.tree.map(
                 lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)),
@@ -267,13 +274,22 @@ class Executor:
         return seal(made, row, self._virtual_stage(row), self.schedule.last)
 
     def _virtual_stage(self, row: Row) -> jax.Array:
-        return row.chunk * self.schedule.num_stages + jax.lax.axis_index(self.axis)
+        table, stage = self.schedule, jax.lax.axis_index(self.axis)
+        nth = [nth_of_chunk(stage, c, table.num_stages, folded=table.folded) for c in self._chunks]
+        return row.chunk * table.num_stages + jnp.select(
+            [row.chunk == c for c in self._chunks], nth, stage
+        )
+
+    @property
+    def _top(self) -> int:
+        """The stage that runs the head."""
+        return self.schedule.stage_of(self.schedule.last)
 
     def _ends(self, row: Row) -> tuple[jax.Array, jax.Array]:
         """Whether a row is of the first, or of the last of all virtual stages."""
         stage = jax.lax.axis_index(self.axis)
         first = (stage == 0) & self._runs(0, row)
-        last = (stage == self.schedule.num_stages - 1) & self._runs(self._chunks[-1], row)
+        last = (stage == self._top) & self._runs(self._chunks[-1], row)
         return first, last
 
     def _operate(

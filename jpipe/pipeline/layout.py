@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.mesh import DATA, STAGE, has_explicit_axes
 from jpipe.pipeline.owners import Owners
-from jpipe.pipeline.per_stage import PerStage, map_chunks
+from jpipe.pipeline.per_stage import PerStage, chunks_of, like_chunks, map_chunks
 from jpipe.pipeline.stages import Params, Tree
 
 
@@ -207,12 +207,14 @@ def lay_out(mesh: Mesh, variables: Tree, specs: Tree, *batch: Tree) -> tuple[Any
     )
 
 
-def gather_params(params: Params, specs: Params) -> Params:
+def gather_params(params: Params, specs: Params, *, folded: bool = False) -> Params:
     """This device's share of the parameters, made ready for the stage it runs.
 
     Args:
         params: what `param_specs` leaves of the parameters on a device.
         specs: those specs.
+        folded: whether every other chunk goes back over the stages, see `Schedule`: its pieces then
+            are brought to where they run.
 
     Returns:
         Stem and head whole; of the body the stage's own blocks, or packed vectors of its own
@@ -224,17 +226,21 @@ def gather_params(params: Params, specs: Params) -> Params:
             return leaf
         return jax.lax.all_gather(leaf, STAGE, axis=spec.index(STAGE), tiled=True)
 
-    def gather_body(body: Tree, specs: Tree) -> Tree:
-        return Owners(body, specs).bring(body) if isinstance(body, PerStage) else body
+    def gather_body(c: int, body: Tree, specs: Tree) -> Tree:
+        back = folded and c % 2 == 1
+        if isinstance(body, PerStage):
+            body, specs = (_backwards(tree) if back else tree for tree in (body, specs))
+            return Owners(body, specs).bring(body)
+        return _swap(body) if back else body
 
     return Params(
         stem=jax.tree.map(gather, params.stem, specs.stem),
-        body=map_chunks(gather_body, params.body, specs.body),
+        body=map_chunks(gather_body, _numbers(params.body), params.body, specs.body),
         head=jax.tree.map(gather, params.head, specs.head),
     )
 
 
-def share_grads(grads: Params, params: Params, specs: Params) -> Params:
+def share_grads(grads: Params, params: Params, specs: Params, *, folded: bool = False) -> Params:
     """Sum gradients over the stages, and leave each with its share; the inverse of the gather.
 
     Args:
@@ -242,8 +248,9 @@ def share_grads(grads: Params, params: Params, specs: Params) -> Params:
             head: zeros except on the stage that runs them.
         params: what `param_specs` leaves of the parameters on a device.
         specs: those specs.
+        folded: as for `gather_params`.
     """
-    return _share_out(grads, params, specs)
+    return _share_out(grads, params, specs, folded)
 
 
 def mean_state(state: Params, axis: str) -> Params:
@@ -258,7 +265,9 @@ def mean_state(state: Params, axis: str) -> Params:
     return mean_of_all
 
 
-def share_state(state: Params, stored: Params, specs: Params) -> Params:
+def share_state(
+    state: Params, stored: Params, specs: Params, last: int, *, folded: bool = False
+) -> Params:
     """Leave each device with its share of the state; the inverse of the gather.
 
     Args:
@@ -266,8 +275,10 @@ def share_state(state: Params, stored: Params, specs: Params) -> Params:
             date on the stage that runs them.
         stored: what `param_specs` leaves of the state on a device.
         specs: those specs.
+        last: the stage that runs the head.
+        folded: as for `gather_params`.
     """
-    stage, last = jax.lax.axis_index(STAGE), jax.lax.axis_size(STAGE) - 1
+    stage = jax.lax.axis_index(STAGE)
 
     def of(owner: jax.Array | int, tree: Tree) -> Tree:
         return jax.tree.map(lambda a: jnp.where(stage == owner, a, jnp.zeros_like(a)), tree)
@@ -275,18 +286,40 @@ def share_state(state: Params, stored: Params, specs: Params) -> Params:
     owned = Params(of(0, state.stem), state.body, of(last, state.head))
     # Sums in these dtypes are certain to work, and exact: there is one number, and zeros.
     wide = jax.tree.map(lambda a: a.astype(_summable(a.dtype)), owned)
-    return jax.tree.map(lambda a, s: a.astype(s.dtype), _share_out(wide, stored, specs), stored)
+    shared = _share_out(wide, stored, specs, folded)
+    return jax.tree.map(lambda a, s: a.astype(s.dtype), shared, stored)
 
 
-def _share_out(whole: Params, stored: Params, specs: Params) -> Params:
-    def share_body(stored: Tree, specs: Tree, body: Tree) -> Tree:
-        return Owners(stored, specs).share_out(body) if isinstance(stored, PerStage) else body
+def _share_out(whole: Params, stored: Params, specs: Params, folded: bool) -> Params:
+    def share_body(c: int, stored: Tree, specs: Tree, body: Tree) -> Tree:
+        back = folded and c % 2 == 1
+        if isinstance(stored, PerStage):
+            stored, specs = (_backwards(tree) if back else tree for tree in (stored, specs))
+            shares = Owners(stored, specs).share_out(body)
+            return _backwards(shares) if back else shares
+        return _swap(body) if back else body
 
     return Params(
         stem=jax.tree.map(_sum_to_share, whole.stem, specs.stem),
-        body=map_chunks(share_body, stored.body, specs.body, whole.body),
+        body=map_chunks(share_body, _numbers(stored.body), stored.body, specs.body, whole.body),
         head=jax.tree.map(_sum_to_share, whole.head, specs.head),
     )
+
+
+def _numbers(body: Tree) -> Any:
+    """The number of each chunk, in place of the chunk."""
+    return like_chunks(body, range(len(chunks_of(body))))
+
+
+def _backwards(pieces: PerStage[Tree]) -> PerStage[Tree]:
+    return PerStage(*reversed(tuple(pieces)))
+
+
+def _swap(blocks: Tree) -> Tree:
+    """Blocks of the first stage for those of the last, and so on: its own inverse."""
+    count = jax.lax.axis_size(STAGE)
+    edges = [(s, count - 1 - s) for s in range(count)]
+    return jax.tree.map(lambda a: jax.lax.ppermute(a, STAGE, edges), blocks)
 
 
 def _sum_to_share(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:

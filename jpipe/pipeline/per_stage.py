@@ -55,7 +55,8 @@ class Chunks(_Several[T]):
 
     Chunk 0 is the first part of the body, cut into as many pieces as there are stages, chunk 1 the
     next, and so on: an activation goes through all stages once for each chunk. With V chunks the
-    bubble of the schedule `interleaved` is V times smaller.
+    bubble of the schedule `interleaved` is V times smaller. They lie so, too, where a schedule lets
+    every other chunk run in the other direction (`zero-bubble-v`).
 
     Args:
         *of_chunk: what belongs to chunk 0, 1, ...: what a body without chunks is, or its

@@ -1,5 +1,6 @@
 """A model's arguments: checked, laid out on a mesh, and handed to every device."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -85,9 +86,10 @@ class Placed:
         self.variables, self._inputs = lay_out(mesh, variables, self.specs, inputs)
         self._mesh, self._key = mesh, key
 
-    def gather(self, variables: Variables) -> Variables:
+    def gather(self, variables: Variables, *, folded: bool = False) -> Variables:
         """One device's share of the variables, made ready for the stage it runs."""
-        return Variables(*map(gather_params, variables, self.specs))
+        gather = functools.partial(gather_params, folded=folded)
+        return Variables(*map(gather, variables, self.specs))
 
     @property
     def replica_specs(self) -> Params:

@@ -1,6 +1,7 @@
 """The body as the executor runs it, whether all stages are alike or not.
 
-Chunk c of stage s is the piece `c * P + s` of the body, a virtual stage.
+Chunk c of stage s is the piece `c * P + s` of the body, a virtual stage; where a schedule is folded
+and c odd, `c * P + P - 1 - s`.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from jpipe.pipeline.stages import Part, Tree, num_blocks
 from jpipe.pipeline.state import State, Variables
 from jpipe.pipeline.uneven import UnevenBody
 from jpipe.pipeline.weight_gradient import SplitBackward, split_backward
+from jpipe.schedule.table import nth_of_chunk
 
 Key = jax.Array | None
 
@@ -55,6 +57,8 @@ def body_program(
     x: Tree,
     key: Key,
     rows: int | None,
+    *,
+    folded: bool = False,
 ) -> Program:
     """Bring the body of a model into the form that runs.
 
@@ -66,10 +70,11 @@ def body_program(
         x: shapes and dtypes of the stem's output.
         key: the body's key in any microbatch, or None.
         rows: examples of a microbatch, where XLA divides them over devices, see `packing`.
+        folded: whether every other chunk goes back over the stages, see `Schedule`.
     """
     bodies = chunks_of(body)
     if isinstance(bodies[0], PerStage):
-        uneven = UnevenBody.of(bodies, axis, shapes, x, key, rows)
+        uneven = UnevenBody.of(bodies, axis, shapes, x, key, rows, folded=folded)
         return Program(
             payload=uneven.activations.shapes,
             enter=lambda x: uneven.activations.pack(0, x),
@@ -79,11 +84,17 @@ def body_program(
             split=uneven.split,
             split_backward=lambda c, _: uneven.split_backward(c),
         )
-    return _even(bodies, axis, own, x, key, rows)
+    return _even(bodies, axis, own, x, key, rows, folded)
 
 
 def _even(
-    bodies: Sequence[Part], axis: str, own: Variables, x: Tree, key: Key, rows: int | None
+    bodies: Sequence[Part],
+    axis: str,
+    own: Variables,
+    x: Tree,
+    key: Key,
+    rows: int | None,
+    folded: bool,
 ) -> Program:
     chunk, *_ = own.chunks()
     count = num_blocks(chunk.params, State(chunk.moving, chunk.constant).whole())
@@ -97,7 +108,8 @@ def _even(
         return run
 
     def again(c: int, constant: Tree, key: Key) -> Tree:
-        virtual = c * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
+        stage, num_stages = jax.lax.axis_index(axis), jax.lax.axis_size(axis)
+        virtual = c * num_stages + nth_of_chunk(stage, c, num_stages, folded=folded)
         return constant, block_keys(key, virtual * count, count)
 
     def split(c: int) -> SplitGradient:

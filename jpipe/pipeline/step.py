@@ -162,7 +162,7 @@ class Step:
             settings.loss,
             self._table,
             STAGE,
-            placed.gather(variables),
+            placed.gather(variables, folded=self._table.folded),
             placed.body_shapes,
             key,
             loss_scale,
@@ -179,7 +179,8 @@ class Step:
         total, weight, aux = jax.lax.psum(terms, tuple(placed.manual))
         # So far the gradients are of the total divided by M.
         scale = self._table.num_microbatches / weight
-        grads = share_grads(grads, variables.params, specs.params)
+        table = self._table
+        grads = share_grads(grads, variables.params, specs.params, folded=table.folded)
         if self._settings.per_replica:
             # The mean over replicas is to be what otherwise is their sum.
             grads = jax.tree.map(lambda g: g[None] * (scale * self._num_replicas), grads)
@@ -187,7 +188,8 @@ class Step:
         else:
             grads = jax.lax.psum(grads, DATA) if DATA in placed.manual else grads
             grads = jax.tree.map(lambda g: g * scale, grads)
-        moving = share_state(moving, variables.moving, specs.moving)
+        last = table.stage_of(table.last)
+        moving = share_state(moving, variables.moving, specs.moving, last, folded=table.folded)
         value = (total / weight, aux) if self._settings.has_aux else total / weight
         return value, grads, moving, self._packed(carry.mismatch)
 

@@ -18,6 +18,7 @@ from jpipe.pipeline.residuals import SplitGradient, split_gradient
 from jpipe.pipeline.stages import Part, Tree
 from jpipe.pipeline.state import State, Variables
 from jpipe.pipeline.weight_gradient import SplitBackward, split_backward
+from jpipe.schedule.table import nth_of_chunk
 
 Key = jax.Array | None
 
@@ -33,6 +34,7 @@ class UnevenBody:
         between: shapes and dtypes of what enters each piece, and of what leaves the last.
         key: the body's key in any microbatch, or None.
         rows: examples of a microbatch, where XLA divides them over devices, see `packing`.
+        folded: whether every other chunk goes back over the stages, see `Schedule`.
     """
 
     functions: Sequence[Part]
@@ -41,6 +43,7 @@ class UnevenBody:
     between: Sequence[Tree]
     key: Key
     rows: int | None
+    folded: bool
 
     @classmethod
     def of(
@@ -51,6 +54,8 @@ class UnevenBody:
         x: Tree,
         key: Key,
         rows: int | None,
+        *,
+        folded: bool,
     ) -> "UnevenBody":
         """From the chunks of a body, the shapes of its variables and of what enters it."""
         functions = [function for chunk in bodies for function in chunk]
@@ -61,7 +66,7 @@ class UnevenBody:
         for function, own in zip(functions, of_each, strict=True):
             state = State(own.moving, own.constant).whole()
             between.append(jax.eval_shape(function, own.params, state, between[-1], key)[0])
-        return cls(functions, axis, of_each, between, key, rows)
+        return cls(functions, axis, of_each, between, key, rows, folded)
 
     def run(self, chunk: int, own: Variables, payload: Tree, key: Key) -> Tree:
         """The stage's piece of a chunk, without gradient."""
@@ -90,7 +95,7 @@ class UnevenBody:
                 y, updates, kept = self._splits[v].forward(
                     own.params, (own.constant, again[1]), x, own.moving
                 )
-                moved = self._variables(v).moving.pack(self._stage(v), updates)
+                moved = self._variables(v).moving.pack(self._nth(v), updates)
                 return self.activations.pack(v + 1, y), moved, self._kept.pack_list(v, kept)
 
             return forward
@@ -192,7 +197,9 @@ class UnevenBody:
         self, of_piece: Callable[[int], Callable[..., Any]], chunk: int
     ) -> Callable[..., Any]:
         """The function that runs that of the stage's own piece of a chunk."""
-        branches = [of_piece(chunk * self._num_stages + s) for s in range(self._num_stages)]
+        count = self._num_stages
+        pieces = [nth_of_chunk(s, chunk, count, folded=self.folded) for s in range(count)]
+        branches = [of_piece(chunk * count + nth) for nth in pieces]
         return lambda *operands: jax.lax.switch(jax.lax.axis_index(self.axis), branches, *operands)
 
     def _function(self, v: int) -> Any:
@@ -206,7 +213,8 @@ class UnevenBody:
 
         return run
 
-    def _stage(self, v: int) -> int:
+    def _nth(self, v: int) -> int:
+        """Which piece of its chunk a virtual stage is."""
         return v % self._num_stages
 
     def _variables(self, v: int) -> Variables:
@@ -214,19 +222,19 @@ class UnevenBody:
 
     def _unpack(self, v: int, packed: Variables) -> Variables:
         pairs = zip(self._variables(v), packed, strict=True)
-        return Variables(*(packing.unpack(self._stage(v), vectors) for packing, vectors in pairs))
+        return Variables(*(packing.unpack(self._nth(v), vectors) for packing, vectors in pairs))
 
     def _given(
         self, v: int, params: Tree, again: tuple[Tree, Key], kept: list[jax.Array]
     ) -> tuple[Tree, Tree, Tree]:
         """What every half of a backward has: parameters, constant state and key, kept values."""
-        packing, stage = self._variables(v), self._stage(v)
-        constant = packing.constant.unpack(stage, again[0])
+        packing, nth = self._variables(v), self._nth(v)
+        constant = packing.constant.unpack(nth, again[0])
         return (
-            packing.params.unpack(stage, params),
+            packing.params.unpack(nth, params),
             (constant, again[1]),
             self._kept.unpack_list(v, kept),
         )
 
     def _pack_grads(self, v: int, dparams: Tree) -> Tree:
-        return self._variables(v).params.pack(self._stage(v), dparams)
+        return self._variables(v).params.pack(self._nth(v), dparams)

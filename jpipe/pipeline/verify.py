@@ -113,5 +113,5 @@ def describe_mismatches(mismatches: Any, schedule: Schedule, mesh: Mesh) -> Iter
         others = "".join(f", {axis} {index}" for axis, index in at.items() if mesh.shape[axis] > 1)
         yield (
             f"the {what} of microbatch {schedule.microbatch[tick, stage]} from stage "
-            f"{source % schedule.num_stages} to stage {stage}{others}, read in tick {tick}"
+            f"{schedule.stage_of(source)} to stage {stage}{others}, read in tick {tick}"
         )

@@ -8,6 +8,7 @@ from jpipe.schedule.builders import (
     one_f_one_b_schedule,
     zero_bubble_overlap_schedule,
     zero_bubble_schedule,
+    zero_bubble_v_schedule,
 )
 from jpipe.schedule.cells import (
     read_schedule,
@@ -47,4 +48,5 @@ __all__ = [
     "write_schedule",
     "zero_bubble_overlap_schedule",
     "zero_bubble_schedule",
+    "zero_bubble_v_schedule",
 ]

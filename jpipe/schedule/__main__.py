@@ -12,7 +12,7 @@ from jpipe.cli import Parser, argument, number, refuse, whole_number
 from jpipe.schedule.cells import write_schedule
 from jpipe.schedule.check import check_schedule
 from jpipe.schedule.draw import draw_text, save_figure
-from jpipe.schedule.registry import SCHEDULES, load_schedule, schedule_named
+from jpipe.schedule.registry import CHUNKED, SCHEDULES, load_schedule, schedule_named
 from jpipe.schedule.simulate import CostModel, Simulation, simulate_schedule
 from jpipe.schedule.table import Schedule
 
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         "--chunks",
         type=whole_number(1),
         metavar="V",
-        help="chunks of the model on each stage; default: 2 for interleaved, else 1",
+        help=f"chunks of the model on each stage; default: 2 for {' and '.join(CHUNKED)}, else 1",
     )
     parser.add_argument(
         "--forward-cost",
@@ -98,7 +98,8 @@ def _run(args: argparse.Namespace) -> None:
         )
     if args.schedule == "all" and args.chunks is not None:
         raise ValueError(
-            f"argument --chunks: {args.chunks} needs --schedule interleaved; all compares it with 2"
+            f"argument --chunks: {args.chunks} needs --schedule {' or '.join(CHUNKED)}; all "
+            "compares them with 2"
         )
     costs = CostModel(args.forward_cost, args.backward_cost, args.link_cost)
     names = list(SCHEDULES) if args.schedule == "all" else [args.schedule]

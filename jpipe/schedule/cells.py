@@ -2,8 +2,8 @@
 
 `F3` is the forward of microbatch 3, `B3` its backward and `W3` its weight gradient; with several
 chunks `F3.1` is that of chunk 1. An idle tick is empty, or one of the signs `.`, `-` and `·`. So
-pictures show it, and so files hold it, with commas between ticks. A file may begin with the line
-`hop,2`, see `Schedule`; without it the hop is 1.
+pictures show it, and so files hold it, with commas between ticks. A file may begin with the lines
+`hop,2` and `folded`, see `Schedule`; without them the hop is 1, and all chunks go the same way.
 """
 
 import csv
@@ -19,11 +19,11 @@ from jpipe.schedule.table import Cell, Op, Schedule, from_cells
 
 _IDLE = {"", ".", "-", Op.IDLE.letter}
 _CELL = re.compile(r"([FBW])(\d{1,9})(?:\.(\d{1,9}))?")
-_HOP = "hop"
+_HOP, _FOLDED = "hop", "folded"
 
 
 def schedule_from_cells(
-    rows: Sequence[Sequence[str]], name: str = "custom", *, hop: int = 1
+    rows: Sequence[Sequence[str]], name: str = "custom", *, hop: int = 1, folded: bool = False
 ) -> Schedule:
     """The schedule that a table of cells describes, proved right.
 
@@ -34,6 +34,7 @@ def schedule_from_cells(
         rows: a sequence, or an array, of cells for each stage. Shorter rows end in idle ticks.
         name: what to call it.
         hop: least ticks between making a tensor and the neighbour's use of it, 1 or 2.
+        folded: whether every other chunk goes back over the stages.
 
     Raises:
         ValueError: if a cell cannot be read, which is named by stage and tick, or the table is
@@ -65,7 +66,9 @@ def schedule_from_cells(
             f"{num_chunks - 1}, but has {len(cells)} operations; each chunk of each of the "
             f"{len(rows)} stages must run each microbatch"
         )
-    schedule = from_cells(name, len(rows), num_microbatches, cells, hop=hop, num_chunks=num_chunks)
+    schedule = from_cells(
+        name, len(rows), num_microbatches, cells, hop=hop, num_chunks=num_chunks, folded=folded
+    )
     check_schedule(schedule)
     return schedule
 
@@ -113,7 +116,8 @@ def read_schedule(path: str | os.PathLike[str]) -> Schedule:
         if given not in ("1", "2"):
             raise ValueError(f"schedule {path.name!r}: hop,{given} must be hop,1 or hop,2")
         hop = int(given)
-    return schedule_from_cells(rows, path.name, hop=hop)
+    folded = bool(rows) and [cell.strip() for cell in rows[0] if cell.strip()] == [_FOLDED]
+    return schedule_from_cells(rows[folded:], path.name, hop=hop, folded=folded)
 
 
 def write_schedule(schedule: Schedule, path: str | os.PathLike[str]) -> None:
@@ -126,5 +130,7 @@ def write_schedule(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     writer = csv.writer(text, lineterminator="\n")
     if schedule.hop != 1:
         writer.writerow([_HOP, schedule.hop])
+    if schedule.folded:
+        writer.writerow([_FOLDED])
     writer.writerows(schedule_to_cells(schedule))
     write_atomically(Path(path), text.getvalue().encode())

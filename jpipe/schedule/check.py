@@ -102,7 +102,7 @@ class _Walk:
             if not 0 <= value < bound:
                 expected = f"expected a {field} from 0 to {bound - 1}, is {value}"
                 self._fail(f"{field} out of range", s, t, i, expected)
-        self._check_operation(op, t, s, i, c * self.schedule.num_stages + s)
+        self._check_operation(op, t, s, i, int(self.schedule.virtual_stage[t, s]))
 
     def _check_operation(self, op: Op, t: int, s: int, i: int, v: int) -> None:
         """Check one operation: not run before, fed, in order, and within the memory."""
@@ -148,7 +148,7 @@ class _Walk:
             user = self.schedule.user_of(op, int(self.schedule.virtual_stage[t, s]))
             if user is None:
                 continue
-            edge = (s, user % self.schedule.num_stages)
+            edge = (s, self.schedule.stage_of(user))
             if edge not in self.schedule.routes[r]:
                 expected = f"expected edge {edge} in route {r} for {self._show(op, i, user)}"
                 self._fail("missing edge", s, t, i, expected)
@@ -159,7 +159,10 @@ class _Walk:
         if r in self.proved:
             return
         num_stages, route = self.schedule.num_stages, self.schedule.routes[r]
-        wrap = {(0, num_stages - 1), (num_stages - 1, 0)} if self.schedule.num_chunks > 1 else set()
+        ring = self.schedule.num_chunks > 1 and not self.schedule.folded
+        more = {(0, num_stages - 1), (num_stages - 1, 0)} if ring else set()
+        if self.schedule.folded:
+            more = {(0, 0), (num_stages - 1, num_stages - 1)}
         for a, b in route:
             inside = 0 <= a < num_stages and 0 <= b < num_stages
             i = int(self.schedule.microbatch[t, a]) if inside and t is not None else -1
@@ -167,9 +170,9 @@ class _Walk:
             if not inside:
                 expected = f"expected stages from 0 to {num_stages - 1} in {edge}"
                 self._fail("edge out of range", a, t, i, expected)
-            if abs(a - b) != 1 and (a, b) not in wrap:
-                ring = "" if wrap else "; a ring needs num_chunks above 1"
-                expected = f"expected neighbours in {edge}{ring}"
+            if abs(a - b) != 1 and (a, b) not in more:
+                needs = "" if more else "; a ring needs num_chunks above 1"
+                expected = f"expected neighbours in {edge}{needs}"
                 self._fail("edge between strangers", a, t, i, expected)
             if route.count((a, b)) > 1:
                 self._fail("duplicate edge", a, t, i, f"expected {edge} once")
@@ -182,19 +185,19 @@ class _Walk:
             for v, i in enumerate(self.count[op]):
                 if i < self.schedule.num_microbatches:
                     expected = f"expected {self._show(op, i, v)} by tick {end - 1}, the last"
-                    s = v % self.schedule.num_stages
+                    s = self.schedule.stage_of(v)
                     self._fail("missing operation", s, end - 1, i, expected)
         for r in range(len(self.schedule.routes)):
             self._prove_route(r, None)
 
     def _show(self, op: Op, i: int, v: int) -> str:
-        c, s = divmod(v, self.schedule.num_stages)
+        c, s = v // self.schedule.num_stages, self.schedule.stage_of(v)
         chunk = f" chunk {c}" if self.schedule.num_chunks > 1 else ""
         return f"{op.letter}({i}) on stage {s}{chunk}"
 
     def _when(self, op: Op, i: int, v: int) -> str:
         """Say in which ticks an operation runs, for a message."""
-        c, s = divmod(v, self.schedule.num_stages)
+        c, s = v // self.schedule.num_stages, self.schedule.stage_of(v)
         runs = (self.schedule.op[:, s] == op) & (self.schedule.microbatch[:, s] == i)
         ticks = np.flatnonzero(runs & (self.schedule.chunk[:, s] == c)).tolist()
         return f"it runs in tick {', '.join(map(str, ticks))}" if ticks else "it never runs"

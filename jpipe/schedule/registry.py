@@ -9,6 +9,7 @@ from jpipe.schedule.builders import (
     one_f_one_b_schedule,
     zero_bubble_overlap_schedule,
     zero_bubble_schedule,
+    zero_bubble_v_schedule,
 )
 from jpipe.schedule.cells import read_schedule
 from jpipe.schedule.table import Schedule
@@ -20,8 +21,15 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "interleaved": interleaved_schedule,
     "zero-bubble": zero_bubble_schedule,
     "zero-bubble-overlap": zero_bubble_overlap_schedule,
+    "zero-bubble-v": zero_bubble_v_schedule,
 }
 """Builders `(num_stages, num_microbatches) -> Schedule` by name."""
+
+CHUNKED: dict[str, Callable[[int, int, int], Schedule]] = {
+    "interleaved": interleaved_schedule,
+    "zero-bubble-v": zero_bubble_v_schedule,
+}
+"""Of these the builders that also take a number of chunks."""
 
 
 def schedule_named(text: str) -> str:
@@ -46,14 +54,14 @@ def load_schedule(
         text: the name, or the path of a `.csv` file.
         num_stages: P.
         num_microbatches: M.
-        num_chunks: V; None for 2 of `interleaved`, 1 of others, and what a file has.
+        num_chunks: V; None for 2 of those in `CHUNKED`, 1 of others, and what a file has.
 
     Raises:
         ValueError: as `make_schedule` and `read_schedule`, or if a file's table is for other
             numbers.
     """
     if not text.endswith(".csv"):
-        default = 2 if text == "interleaved" else 1
+        default = 2 if text in CHUNKED else 1
         return make_schedule(text, num_stages, num_microbatches, num_chunks or default)
     schedule = read_schedule(text)
     asked = {"stages": num_stages, "microbatches": num_microbatches, "chunks": num_chunks}
@@ -76,7 +84,7 @@ def make_schedule(
         name: one of `SCHEDULES`.
         num_stages: P, at least 1.
         num_microbatches: M, at least 1.
-        num_chunks: V, model chunks per stage, at least 1; above 1 only for `interleaved`.
+        num_chunks: V, model chunks per stage, at least 1; above 1 only for those in `CHUNKED`.
 
     Raises:
         ValueError: if the name is unknown, a number is below 1, or the schedule cannot have so many
@@ -84,11 +92,11 @@ def make_schedule(
     """
     if name not in SCHEDULES:
         raise ValueError(f"schedule={name!r} is unknown; choose one of {', '.join(SCHEDULES)}")
-    if name == "interleaved":
-        return interleaved_schedule(num_stages, num_microbatches, num_chunks)
+    if name in CHUNKED:
+        return CHUNKED[name](num_stages, num_microbatches, num_chunks)
     if num_chunks != 1:
         raise ValueError(
             f"schedule={name!r} runs one chunk of the model on a stage, not num_chunks="
-            f"{num_chunks}; choose interleaved"
+            f"{num_chunks}; choose {' or '.join(CHUNKED)}"
         )
     return SCHEDULES[name](num_stages, num_microbatches)

@@ -176,6 +176,8 @@ def _partners(route: Route, num_stages: int) -> NDArray[np.bool_]:
     """Who meets whom: bool `[stages, stages]`, symmetric; an empty row is a stage without edge."""
     meets = np.zeros((num_stages, num_stages), np.bool_)
     for a, b in route:
+        if a == b:  # nothing travels
+            continue
         meets[[a, a, b, b], [a, b, a, b]] = True
     return meets
 

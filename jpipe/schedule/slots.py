@@ -113,7 +113,7 @@ def assign_inbox(schedule: Schedule) -> Inbox:
             user = schedule.user_of(op, v)
             if user is None:
                 continue
-            d = user % schedule.num_stages
+            d = schedule.stage_of(user)
             own = by_route[int(schedule.route[made])]
             lane = next((k for k, edges in enumerate(own) if (s, d) in edges), None)
             if lane is None:  # not in a table that `check_schedule` accepts

@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,11 +54,14 @@ class Schedule:
         op: int8 `[ticks, stages]`, values of `Op`.
         microbatch: int32 `[ticks, stages]`, the microbatch of each operation, -1 where idle.
         chunk: int32 `[ticks, stages]`, which of a stage's model chunks runs, -1 where idle. Chunk
-            `c` of stage `s` is the virtual stage `c * num_stages + s`.
+            `c` of stage `s` is the virtual stage `c * num_stages + s`; if the table is folded, and
+            `c` odd, it is `c * num_stages + num_stages - 1 - s`.
         hop: least ticks between making a tensor and the neighbour's use of it.
         routes: the different exchanges that occur, each a set of (source, destination) stages.
         route: int32 `[ticks]`, index into `routes` of the exchange that carries what tick `t` made.
         num_chunks: model chunks per stage.
+        folded: whether every other chunk goes back over the stages, from the last to the first, so
+            that the last stage hands on to itself, and the whole model ends where it begins.
     """
 
     name: str
@@ -70,6 +74,7 @@ class Schedule:
     routes: tuple[Route, ...]
     route: NDArray[np.int32]
     num_chunks: int = 1
+    folded: bool = False
 
     @property
     def num_ticks(self) -> int:
@@ -95,7 +100,14 @@ class Schedule:
     def virtual_stage(self) -> NDArray[np.int32]:
         """int32 `[ticks, stages]`, which virtual stage runs; meaningless where idle."""
         stages = np.arange(self.num_stages, dtype=np.int32)
-        return (self.chunk * np.int32(self.num_stages) + stages).astype(np.int32)
+        back = self.folded & (self.chunk % 2 == 1)
+        nth = np.where(back, self.num_stages - 1 - stages, stages)
+        return (self.chunk * np.int32(self.num_stages) + nth).astype(np.int32)
+
+    def stage_of(self, v: int) -> int:
+        """The stage that runs a virtual stage."""
+        c, nth = divmod(v, self.num_stages)
+        return nth_of_chunk(nth, c, self.num_stages, folded=self.folded)
 
     @property
     def period(self) -> int | None:
@@ -134,6 +146,18 @@ class Schedule:
         return ticks
 
 
+def nth_of_chunk(stage: Any, chunk: int, num_stages: int, *, folded: bool) -> Any:
+    """Which piece of a chunk a stage runs, from 0; and, as well, which stage runs a piece.
+
+    Args:
+        stage: number of the stage, or of the piece; may be an array.
+        chunk: which chunk.
+        num_stages: P.
+        folded: see `Schedule`.
+    """
+    return num_stages - 1 - stage if folded and chunk % 2 else stage
+
+
 def chain(num_stages: int, *, up: bool, ring: bool = False) -> Route:
     """The route on which every stage sends to its next (`up`) or its previous neighbour.
 
@@ -149,13 +173,17 @@ def chain(num_stages: int, *, up: bool, ring: bool = False) -> Route:
 def lanes(num_stages: int, route: Route) -> tuple[Route, ...]:
     """Cut a route into permutes: in each a stage sends once and hears once at most.
 
-    One where that will do, else first what goes to the next neighbours, then the rest.
+    One where that will do, else first what goes to the next neighbours, then the rest; and what
+    stages hand on to themselves, if they do.
     """
-    sources, destinations = zip(*route, strict=True) if route else ((), ())
-    if len(set(sources)) == len(set(destinations)) == len(route):
-        return (route,)
-    up = tuple(edge for edge in route if edge[1] == (edge[0] + 1) % num_stages)
-    return up, tuple(edge for edge in route if edge not in up)
+    stays = tuple(edge for edge in route if edge[0] == edge[1])
+    goes = tuple(edge for edge in route if edge not in stays)
+    own = (stays,) if stays else ()
+    sources, destinations = zip(*goes, strict=True) if goes else ((), ())
+    if len(set(sources)) == len(set(destinations)) == len(goes):
+        return (goes, *own) if goes or not own else own
+    up = tuple(edge for edge in goes if edge[1] == (edge[0] + 1) % num_stages)
+    return (up, tuple(edge for edge in goes if edge not in up), *own)
 
 
 _LONGEST_PERIOD = 4
@@ -172,6 +200,7 @@ def from_cells(
     *,
     hop: int = 1,
     num_chunks: int = 1,
+    folded: bool = False,
     routes: tuple[Route, ...] | None = None,
     route_of_tick: Callable[[int], int] = lambda t: 0,
 ) -> Schedule:
@@ -184,6 +213,7 @@ def from_cells(
         cells: what runs in which (tick, stage).
         hop: least ticks between making a tensor and the neighbour's use of it.
         num_chunks: model chunks per stage.
+        folded: whether every other chunk goes back.
         routes: the different exchanges; None for what each tick needs, and no more; with hop 2, for
             a few in turn if that will do.
         route_of_tick: which of them carries what a tick made.
@@ -204,6 +234,7 @@ def from_cells(
         routes=routes or (),
         route=np.array([route_of_tick(t) for t in range(num_ticks)], np.int32),
         num_chunks=num_chunks,
+        folded=folded,
     )
     return schedule if routes is not None else _with_needed_routes(schedule)
 
@@ -216,7 +247,7 @@ def _with_needed_routes(schedule: Schedule) -> Schedule:
         for s in range(schedule.num_stages):
             v = int(schedule.virtual_stage[t, s])
             user = schedule.user_of(Op(int(schedule.op[t, s])), v)
-            edges += [] if user is None else [(s, user % schedule.num_stages)]
+            edges += [] if user is None else [(s, schedule.stage_of(user))]
         needed.append(tuple(sorted(edges)))
     # Where a few routes in turn will do, a program knows the exchange of every tick when it is
     # compiled, and can run it beside operations. Of these take those that join the fewest.

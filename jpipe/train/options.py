@@ -33,7 +33,8 @@ class TrainOptions:
         batch_size: examples of a step, over all devices.
         microbatches: microbatches of a step.
         schedule: name of the pipeline schedule, or a `.csv` file with a table.
-        chunks: chunks of the model on each stage; None for 2 of `interleaved`, what a table has, 1
+        chunks: chunks of the model on each stage; None for 2 of `interleaved` and `zero-bubble-v`,
+            what a table has, 1
             of others.
         precision: what is computed in which dtype, see `jpipe.precision.POLICIES`; `fp16` with
             dynamic loss scaling.
@@ -179,7 +180,7 @@ def parse_options(argv: Sequence[str] | None = None) -> TrainOptions:
     )
     add(
         "--chunks",
-        "chunks of the model on each stage; none for 2 of interleaved, else 1",
+        "chunks of the model on each stage; none for 2 of interleaved and zero-bubble-v, else 1",
         type=positive,
         metavar="V",
     )

@@ -24,9 +24,11 @@ from jpipe.pipeline import (
     repeat_block,
 )
 from jpipe.reference import reference_value_and_grad
+from jpipe.schedule import schedule_from_cells
 
 # V, P and M: fewer microbatches than stages, as many, more, a multiple, and with a remainder.
 SIZES = [(3, 1, 2), (2, 2, 1), (2, 2, 4), (3, 2, 5), (2, 3, 3), (2, 4, 7)]
+BOTH = ["interleaved", "zero-bubble-v"]
 
 
 def cut(tree, num_chunks):
@@ -56,9 +58,9 @@ def chunked(problem, num_chunks):
     return problem._replace(stages=stages, params=params)
 
 
-def assert_whole_agrees(problem, num_chunks, num_stages, num_data=1):
+def assert_whole_agrees(problem, num_chunks, num_stages, num_data=1, schedule="interleaved"):
     own = chunked(problem, num_chunks)
-    loss, grads = pipeline_numbers(own, "interleaved", num_stages, num_data)
+    loss, grads = pipeline_numbers(own, schedule, num_stages, num_data)
     assert_same((loss, grads), reference_numbers(own))
     whole = grads._replace(body=joined(grads.body))
     assert_same((loss, whole), reference_numbers(problem))
@@ -69,34 +71,55 @@ def test_equals_one_device(V, P, M):
     assert_whole_agrees(models.mlp(V * P, M), V, P)
 
 
+@pytest.mark.parametrize(("P", "M"), [(1, 2), (2, 1), (2, 5), (3, 3), (4, 7), (4, 16)])
+def test_there_and_back_again_equals_one_device(P, M):
+    """Where every other chunk goes back, pieces are brought to where they run."""
+    assert_whole_agrees(models.mlp(2 * P, M), 2, P, schedule="zero-bubble-v")
+
+
+@pytest.mark.parametrize("schedule", BOTH)
 @pytest.mark.parametrize("recompute", ["none", "stage"])
-def test_several_blocks_a_chunk(recompute):
-    assert_whole_agrees(models.mlp(8, 5, recompute=recompute), 2, 2)
+def test_several_blocks_a_chunk(recompute, schedule):
+    assert_whole_agrees(models.mlp(8, 5, recompute=recompute), 2, 2, schedule=schedule)
 
 
-def test_data_axis():
-    assert_whole_agrees(models.mlp(8, 3, size=8), 2, 2, 4)
+@pytest.mark.parametrize("schedule", BOTH)
+def test_data_axis(schedule):
+    assert_whole_agrees(models.mlp(8, 3, size=8), 2, 2, 4, schedule)
 
 
-def test_fsdp():
+@pytest.mark.parametrize("schedule", BOTH)
+def test_fsdp(schedule):
     problem, mesh = models.mlp(8, 3, size=8), make_mesh(2, 2)
     own = chunked(problem, 2)
     partition = fsdp(mesh, own.params)
     stages = dataclasses.replace(own.stages, partition=partition)
-    run = pipeline_value_and_grad(stages, own.loss, mesh, "interleaved")
+    run = pipeline_value_and_grad(stages, own.loss, mesh, schedule)
     params = jax.device_put(own.params, param_shardings(mesh, own.params, partition))
     loss, grads = run(params, own.inputs, own.targets)
     assert all("data" in grad.sharding.spec for grad in jax.tree.leaves(grads.body))
     assert_same((loss, grads._replace(body=joined(grads.body))), reference_numbers(problem))
 
 
+@pytest.mark.parametrize("schedule", BOTH)
 @pytest.mark.parametrize("P", [1, 2, 4])
-def test_stages_that_differ(P):
-    assert_whole_agrees(models.uneven((8, 8, 16, 4, 3, 5, 6, 7, 9)[: 2 * P + 1], 5), 2, P)
+def test_stages_that_differ(P, schedule):
+    problem = models.uneven((8, 8, 16, 4, 3, 5, 6, 7, 9)[: 2 * P + 1], 5)
+    assert_whole_agrees(problem, 2, P, schedule=schedule)
 
 
+def test_a_folded_table_of_ones_own():
+    """With whole backwards, one microbatch after the other."""
+    first, last = "F{0}.0 . . F{0}.1 B{0}.1 . . B{0}.0 ", ". F{0}.0 F{0}.1 . . B{0}.1 B{0}.0 . "
+    rows = ["".join(row.format(i) for i in range(3)).split() for row in (first, last)]
+    table = schedule_from_cells(rows, folded=True)
+    assert not table.splits_backward
+    assert_whole_agrees(models.mlp(4, 3), 2, 2, schedule=table)
+
+
+@pytest.mark.parametrize("schedule", BOTH)
 @pytest.mark.parametrize("differ", [False, True])
-def test_state_and_random_numbers(differ):
+def test_state_and_random_numbers(differ, schedule):
     """They do not depend on how blocks are cut."""
     plain, state, key = models.carrying(8, 5, size=16)
     expected = reference_value_and_grad(plain.stages, plain.loss)(
@@ -105,7 +128,7 @@ def test_state_and_random_numbers(differ):
     own, state, _ = models.carrying(8, 5, size=16, stages=4 if differ else None)
     own, state = chunked(own, 2), state._replace(body=cut(state.body, 2))
     mesh = make_mesh(2)
-    run = pipeline_value_and_grad(own.stages, own.loss, mesh, "interleaved")
+    run = pipeline_value_and_grad(own.stages, own.loss, mesh, schedule)
     state = jax.device_put(state, param_shardings(mesh, state))
     actual = run(*place(own, mesh), state, key)
     wanted = reference_value_and_grad(own.stages, own.loss)(
@@ -152,18 +175,19 @@ def test_a_gpt_cut_by_the_adapter(layers):
         )
 
     found = {}
-    for num_chunks, schedule in ((1, "1f1b"), (2, "interleaved")):
+    for num_chunks, schedule in ((1, "1f1b"), (2, "interleaved"), (2, "zero-bubble-v")):
         model = make(num_chunks)
         params = model.init(nnx.Rngs(0))
         assert isinstance(params.body, Chunks) == (num_chunks > 1)
         loss, grads = pipeline_value_and_grad(
             model.stages, next_token_loss, make_mesh(2), schedule
         )(params, inputs, targets)
-        found[num_chunks] = loss, model.to_plain(grads)
+        found[schedule] = loss, model.to_plain(grads)
         again = model.from_plain(model.to_plain(params))
         assert jax.tree.structure(again) == jax.tree.structure(params)
         jax.tree.map(np.testing.assert_array_equal, again, params)
-    assert_same(found[2], found[1])
+    assert_same(found["interleaved"], found["1f1b"])
+    assert_same(found["zero-bubble-v"], found["1f1b"])
 
 
 def test_what_does_not_fit_is_refused():

@@ -10,21 +10,24 @@ from schedule.tables import random_table
 
 from jpipe.schedule import check_schedule, make_schedule, schedule_from_cells, schedule_to_cells
 
-# P, V, M, hop, and whether the backward is cut in two.
+# P, V, M, hop, whether the backward is cut in two, and whether every other chunk goes back.
 SIZES = [
-    (2, 1, 4, 1, False),
-    (4, 1, 6, 1, True),
-    (3, 1, 5, 2, True),
-    (4, 1, 3, 2, False),
-    (2, 2, 5, 1, True),
-    (2, 3, 3, 2, False),
-    (1, 2, 4, 1, True),
+    (2, 1, 4, 1, False, False),
+    (4, 1, 6, 1, True, False),
+    (3, 1, 5, 2, True, False),
+    (4, 1, 3, 2, False, False),
+    (2, 2, 5, 1, True, False),
+    (2, 3, 3, 2, False, False),
+    (1, 2, 4, 1, True, False),
+    (3, 2, 4, 1, False, True),
+    (2, 3, 3, 1, True, True),
+    (2, 2, 3, 2, True, True),
 ]
 
 
-@pytest.mark.parametrize(("P", "V", "M", "hop", "splits"), SIZES)
-def test_any_right_table_computes_the_numbers_of_one_device(P, V, M, hop, splits):
-    schedule = random_table(P, V, M, hop, splits, random.Random(P + M))
+@pytest.mark.parametrize(("P", "V", "M", "hop", "splits", "folded"), SIZES)
+def test_any_right_table_computes_the_numbers_of_one_device(P, V, M, hop, splits, folded):
+    schedule = random_table(P, V, M, hop, splits, random.Random(P + M), folded)
     check_schedule(schedule)
     problem = models.mlp(P * V, M)
     if V > 1:

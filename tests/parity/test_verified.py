@@ -69,7 +69,7 @@ def travels(table, count, seed=0):
         source = table.source_of(op, v)
         if source is not None:
             made = table.tick_of(op)[table.microbatch[t, s], source]
-            found.append((source % table.num_stages, made + table.hop - 1, int(s), int(t)))
+            found.append((table.stage_of(source), made + table.hop - 1, int(s), int(t)))
     return [found[i] for i in np.random.default_rng(seed).choice(len(found), count, False)]
 
 
@@ -165,9 +165,10 @@ def test_dtypes(monkeypatch):
     assert np.asarray(mismatches)[reader].item() == read
 
 
-def test_chunks(monkeypatch):
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble-v"])
+def test_chunks(schedule, monkeypatch):
     problem, mesh = chunked(models.mlp(4, 4), 2), make_mesh(2)
-    table = make_schedule("interleaved", 2, 4, 2)
+    table = make_schedule(schedule, 2, 4, 2)
     arguments = place(problem, mesh)
     *_, mismatches = build(problem, mesh, table)(*arguments)
     assert (np.asarray(mismatches) == INTACT).all()

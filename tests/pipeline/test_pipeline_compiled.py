@@ -18,15 +18,16 @@ from jpipe.models import GPT, GPTConfig, next_token_loss
 from jpipe.pipeline import Chunks, Params, Stages, pipeline_value_and_grad, repeat_block, residuals
 from jpipe.pipeline.weight_gradient import split_backward
 from jpipe.schedule import SCHEDULES, assign_slots, make_schedule
+from jpipe.schedule.registry import CHUNKED
 from jpipe.schedule.slots import assign_weight_slots
 from jpipe.schedule.table import lanes
 
 STAGES, SIZE, CONTEXT, WIDTH = 4, 3, 10, 24
 CONFIG = GPTConfig(vocab_size=19, context=CONTEXT, layers=2 * STAGES, width=WIDTH, heads=2)
 FLAT = [name for name in SCHEDULES if name != "gpipe"]
-CHUNKS = {name: 2 if name == "interleaved" else 1 for name in SCHEDULES}
+CHUNKS = {name: 2 if name in CHUNKED else 1 for name in SCHEDULES}
 PICKED = ("gpipe", "zero-bubble")  # their exchanges are picked at run time
-SPLIT = ("zero-bubble", "zero-bubble-overlap")
+SPLIT = ("zero-bubble", "zero-bubble-overlap", "zero-bubble-v")
 UP = {(s, s + 1) for s in range(STAGES - 1)}
 DOWN = {(t, s) for s, t in UP}
 # The routes of one period, for each schedule in no order.
@@ -36,6 +37,7 @@ ROUTES = {
     "1f1b-overlap": [UP, DOWN],
     "interleaved": [UP | {(STAGES - 1, 0)}, DOWN | {(0, STAGES - 1)}],
     "zero-bubble-overlap": [UP, DOWN],
+    "zero-bubble-v": [UP, DOWN],
 }
 # Each schedule keeping all; computing again in some.
 RECOMPUTE = [
@@ -182,7 +184,8 @@ def test_no_exchange_waits_in_a_branch_that_depends_on_the_stage(found):
 def test_operations_stay_conditional(found):
     # Per tick with a forward: stem, the body of each chunk, keeping its output. With a backward:
     # head, the body of each chunk, stem. In 1F1B each of the period's two ticks has both; GPipe
-    # and one of the zero bubbles pick a route besides, and both of these have weight gradients.
+    # and one of the zero bubbles pick a route besides, and all of these have weight gradients, of
+    # each chunk.
     count = {
         "gpipe": 7,
         "1f1b": 12,
@@ -190,6 +193,7 @@ def test_operations_stay_conditional(found):
         "interleaved": 8,
         "zero-bubble": 8,
         "zero-bubble-overlap": 7,
+        "zero-bubble-v": 10,
     }
     found_count = sum(i.opcode == "conditional" for i in found.in_loop())
     assert found_count == count[found.schedule]
@@ -239,7 +243,7 @@ def test_the_stash_holds_what_the_schedule_keeps_and_no_more(found):
     buffers += [(names[str(k.dtype)], (weight_slots, *k.shape)) for k in left if weight_slots]
     # What the head has yet to read, and the batch, too.
     expected = collections.Counter(buffers)
-    expected["f32", (int(per_stage[-1]), SIZE, CONTEXT, WIDTH)] += 1
+    expected["f32", (int(per_stage[table.stage_of(table.last)]), SIZE, CONTEXT, WIDTH)] += 1
     expected["s32", (8, SIZE, CONTEXT)] += 2
     carried = collections.Counter(found.program.loop.arrays)
     assert {key: carried[key] for key in buffers} == {key: expected[key] for key in buffers}
@@ -274,11 +278,11 @@ def test_only_gpipe_grows_with_the_number_of_microbatches(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "1f1b-overlap"])
-def test_a_verified_exchange_carries_four_bytes_more(schedule):
+def test_a_verified_exchange_carries_a_checksum_and_an_address(schedule):
     plain, few, many = compiled(schedule, 8), *(compiled(schedule, m, verify=True) for m in (8, 32))
     exchanges = [i for i in few.in_loop(enter_branches=False) if i.is_collective]
     assert {i.opcode for i in exchanges} == {"collective-permute"}
-    assert sum(i.num_bytes for i in exchanges) == 2 * (ACTIVATION + 4)
+    assert sum(i.num_bytes for i in exchanges) == 2 * (ACTIVATION + 4 + 3 * 4)
     assert len([i for i in few.in_loop() if i.is_collective]) == len(exchanges)
     assert few.temp_bytes * 0.99 < many.temp_bytes < few.temp_bytes * 1.005 + 8192
     assert many.program.num_instructions == few.program.num_instructions

@@ -51,7 +51,7 @@ def expected_gradients(num_virtual, num_microbatches):
 
 def executed_gradients(schedule):
     """What an executor computes that knows nothing but the table."""
-    P, last = schedule.num_stages, schedule.num_chunks * schedule.num_stages - 1
+    P, last, virtual = schedule.num_stages, schedule.last, schedule.virtual_stage
     slots, inbox, weight_slots = (
         assign(schedule) for assign in (assign_slots, assign_inbox, assign_weight_slots)
     )
@@ -76,8 +76,8 @@ def executed_gradients(schedule):
             deliver(t - 1)
         made = list(outbox)
         for s in range(P):
-            op, i, c = schedule.op[t, s], int(schedule.microbatch[t, s]), schedule.chunk[t, s]
-            v, slot, arrived = int(c) * P + s, slots.slot[t, s], letters[s][inbox.read[t, s]]
+            op, i, v = (int(a[t, s]) for a in (schedule.op, schedule.microbatch, virtual))
+            slot, arrived = slots.slot[t, s], letters[s][inbox.read[t, s]]
             if op == F:
                 x = i + 5 if v == 0 else arrived
                 stash[s][slot] = x

@@ -13,7 +13,7 @@ from jpipe.schedule import (
     forward_only_schedule,
     make_schedule,
 )
-from jpipe.schedule.table import from_cells
+from jpipe.schedule.table import from_cells, nth_of_chunk
 
 F, B, W = int(Op.FORWARD), int(Op.BACKWARD), int(Op.WEIGHT)
 
@@ -70,7 +70,7 @@ def sparse_table(P, V, hop, gaps):
     )
 
 
-def random_table(P, V, M, hop, splits, random):
+def random_table(P, V, M, hop, splits, random, folded=False):
     """A right table in which every stage does, in each tick, anything it can or nothing."""
     last = V * P - 1
     kinds = (F, B, W) if splits else (F, B)
@@ -89,7 +89,8 @@ def random_table(P, V, M, hop, splits, random):
     while any(count < M for counts in done.values() for count in counts):
         chosen = {}
         for s in range(P):
-            can = [(op, v) for op in kinds for v in range(s, last + 1, P) if ready(op, v)]
+            own = [c * P + nth_of_chunk(s, c, P, folded=folded) for c in range(V)]
+            can = [(op, v) for op in kinds for v in own if ready(op, v)]
             if can and random.random() < 0.8:
                 chosen[s] = random.choice(can)
         for s, (op, v) in chosen.items():
@@ -97,7 +98,7 @@ def random_table(P, V, M, hop, splits, random):
             cells[t, s], tick_of[op, v, i] = (op, i, v // P), t
             done[op][v] += 1
         t += 1
-    return from_cells("random", P, M, cells, hop=hop, num_chunks=V)
+    return from_cells("random", P, M, cells, hop=hop, num_chunks=V, folded=folded)
 
 
 chunks = st.integers(1, 3)
@@ -112,10 +113,12 @@ def tables(draw, least_stages=2):
         P, M, V = draw(st.integers(least_stages, 6)), draw(st.integers(1, 8)), draw(chunks)
         if name == "forward-only":
             return forward_only_schedule(P, M, V)
-        return make_schedule(name, P, M, V if name == "interleaved" else 1)
+        most = {"interleaved": 3, "zero-bubble-v": 2}
+        return make_schedule(name, P, M, min(V, most.get(name, 1)))
     if kind == "random":
         sizes = [draw(st.integers(*pair)) for pair in ((least_stages, 4), (1, 3), (1, 4), (1, 2))]
-        return random_table(*sizes, draw(st.booleans()), draw(st.randoms(use_true_random=False)))
+        splits, folded = draw(st.booleans()), draw(st.booleans())
+        return random_table(*sizes, splits, draw(st.randoms(use_true_random=False)), folded)
     P, V, hop = draw(st.integers(least_stages, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
     gap = st.integers(0, 3)
     return sparse_table(P, V, hop, draw(st.lists(st.tuples(gap, gap), min_size=1, max_size=5)))

@@ -46,6 +46,20 @@ def test_a_file_comes_back(tmp_path):
         np.testing.assert_array_equal(getattr(again, field), getattr(schedule, field))
 
 
+def test_a_file_says_that_chunks_go_back(tmp_path):
+    schedule = make_schedule("zero-bubble-v", 3, 4, 2)
+    write_schedule(schedule, tmp_path / "table.csv")
+    path = tmp_path / "table.csv"
+    assert path.read_text().startswith("folded\n")
+    again = read_schedule(path)
+    assert again.folded
+    np.testing.assert_array_equal(again.virtual_stage, schedule.virtual_stage)
+    text = path.read_text().removeprefix("folded\n")
+    path.write_text(text)
+    with pytest.raises(ValueError, match="missing input"):
+        read_schedule(path)
+
+
 @pytest.mark.parametrize("name", ["1f1b-overlap", "interleaved", "zero-bubble-overlap"])
 def test_a_file_keeps_the_hop_and_what_it_hides(tmp_path, name):
     schedule = make_schedule(name, 4, 8, 2 if name == "interleaved" else 1)

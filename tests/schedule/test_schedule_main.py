@@ -37,8 +37,8 @@ def test_all_schedules_side_by_side(capsys, monkeypatch):
     output = capsys.readouterr().out
     assert all(f" {name} " in output for name in SCHEDULES)
     found = rows(output)
-    assert found["ticks"] == ["22", "22", "28", "52", "27", "42"]
-    assert found["bubble"] == ["27.3%", "27.3%", "27.3%", "15.8%", "11.1%", "11.1%"]
+    assert found["ticks"] == ["22", "22", "28", "52", "27", "42", "51"]
+    assert found["bubble"] == ["27.3%", "27.3%", "27.3%", "15.8%", "11.1%", "11.1%", "5.9%"]
     assert found["kept at most, by stage"] == [
         "8 8 8 8",
         "4 3 2 1",
@@ -46,6 +46,7 @@ def test_all_schedules_side_by_side(capsys, monkeypatch):
         "11 9 7 5 chunks",
         "4 4 4 4",
         "7 6 5 4",
+        "8 8 8 8 chunks",
     ]
     assert "F0" not in output
 

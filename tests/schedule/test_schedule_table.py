@@ -26,6 +26,7 @@ NUM_TICKS = {
     "interleaved": lambda P, M: 2 * (M + 2 * P - 2),
     "zero-bubble": lambda P, M: 3 * M + P - 1 if M >= P else None,
     "zero-bubble-overlap": lambda P, M: 3 * (M + 2 * P - 2),
+    "zero-bubble-v": lambda P, M: 3 * M + P - 1 if M >= P else None,
 }
 MOST_KEPT = {
     "gpipe": lambda P, M, s: M,
@@ -34,6 +35,7 @@ MOST_KEPT = {
     "interleaved": lambda P, M, s: min(M, 2 * (P - s) - 1),
     "zero-bubble": lambda P, M, s: P,  # the last stages may reach it less far
     "zero-bubble-overlap": lambda P, M, s: min(M, 2 * P - 1 - s),
+    "zero-bubble-v": lambda P, M, s: P,
 }
 names = st.sampled_from(sorted(SCHEDULES))
 sizes = {"P": st.integers(1, 16), "M": st.integers(1, 64)}
@@ -53,7 +55,8 @@ def test_builders_keep_their_published_bounds(name, P, M):
     assert schedule.num_ticks == NUM_TICKS[name](P, M) or NUM_TICKS[name](P, M) is None
     # The bounds are reached, so a table that keeps fewer would be news.
     kept = assign_slots(schedule).per_stage
-    assert kept.max() == min(P, M) if name == "zero-bubble" else kept.tolist() == bounds
+    most = {"zero-bubble", "zero-bubble-v"}  # of all stages together
+    assert kept.max() == min(P, M) if name in most else kept.tolist() == bounds
 
 
 @settings(deadline=None, max_examples=40)
@@ -66,6 +69,18 @@ def test_interleaving_keeps_its_published_bound(V, P, M):
     if M % P == 0:
         bounds = [min(V * M, V * P + P - 1 - 2 * s) for s in range(P)]
         assert assign_slots(schedule).per_stage.tolist() == bounds
+
+
+@settings(deadline=None, max_examples=40)
+@given(**sizes)
+def test_the_v_has_the_memory_of_1f1b(P, M):
+    """Qi et al., 2023: that of P microbatches, here of half a stage's blocks each."""
+    schedule = make_schedule("zero-bubble-v", P, M, 2)
+    check_schedule(schedule)
+    assert schedule.folded
+    assert (schedule.op == Op.WEIGHT).sum() == 2 * P * M
+    assert assign_slots(schedule).per_stage.max() == min(2 * P, 2 * M)
+    assert [schedule.stage_of(v) for v in range(2 * P)] == [*range(P), *range(P)[::-1]]
 
 
 @settings(deadline=None, max_examples=20)
@@ -137,6 +152,8 @@ def test_chunks_are_for_interleaving():
         make_schedule("1f1b", 4, 8, 2)
     with pytest.raises(ValueError, match="num_chunks=0 must be at least 1"):
         make_schedule("interleaved", 4, 8, 0)
+    with pytest.raises(ValueError, match=r"runs two chunks .* num_chunks=3; choose interleaved"):
+        make_schedule("zero-bubble-v", 4, 8, 3)
 
 
 def test_unknown_schedule_names_the_known():
@@ -184,6 +201,7 @@ def test_public_names_are_an_explicit_list():
         "write_schedule",
         "zero_bubble_overlap_schedule",
         "zero_bubble_schedule",
+        "zero_bubble_v_schedule",
     ]
     assert all(hasattr(jpipe.schedule, name) for name in jpipe.schedule.__all__)
 

@@ -23,7 +23,7 @@ from jpipe.train_step import abstract_train_state, make_train_step
 
 STAGES, SIZE, CONTEXT, WIDTH, VOCABULARY = 4, 3, 16, 48, 80
 MICROBATCHES = 8
-CHUNKS = {"interleaved": 2}
+CHUNKS = {"interleaved": 2, "zero-bubble-v": 2}
 
 
 @dataclasses.dataclass(frozen=True)

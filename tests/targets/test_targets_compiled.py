@@ -53,7 +53,9 @@ def test_stash_and_sums_are_never_copied(found):
     assert not copies
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", "zero-bubble-overlap"])
+@pytest.mark.parametrize(
+    "schedule", ["interleaved", "zero-bubble", "zero-bubble-overlap", "zero-bubble-v"]
+)
 @pytest.mark.parametrize("target", TARGETS)
 def test_other_schedules_copy_no_stash_either_and_exchange_asynchronously(target, schedule):
     other = compiled(target, schedule)

@@ -172,6 +172,7 @@ def test_no_good_snapshot_is_an_error(whole, tmp_path, capsys):
     "arguments",
     [
         ["--mesh", "3"],
+        ["--mesh", "2", "--schedule", "zero-bubble-v"],
         pytest.param(["--mesh", "4"], marks=pytest.mark.slow),
         ["--mesh", "2x2", "--microbatches", "1"],
     ],

@@ -85,6 +85,7 @@ def test_first_loss_is_that_of_a_uniform_guess(alone):
         ["--mesh", "4"],
         ["--mesh", "2x2"],
         ["--mesh", "stage=2", "--schedule", "interleaved"],
+        ["--mesh", "stage=2", "--schedule", "zero-bubble-v"],
         ["--mesh", "2", "--schedule", "1f1b-overlap", "--recompute", "stage"],
         ["--mesh", "2", "--microbatches", "4", "--recompute", "block"],
         ["--mesh", "3"],

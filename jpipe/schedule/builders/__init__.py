@@ -7,6 +7,7 @@ from jpipe.schedule.builders.one_f_one_b import one_f_one_b_schedule
 from jpipe.schedule.builders.one_f_one_b_overlap import one_f_one_b_overlap_schedule
 from jpipe.schedule.builders.zero_bubble import zero_bubble_schedule
 from jpipe.schedule.builders.zero_bubble_overlap import zero_bubble_overlap_schedule
+from jpipe.schedule.builders.zero_bubble_v import zero_bubble_v_schedule
 
 __all__ = [
     "forward_only_schedule",
@@ -16,4 +17,5 @@ __all__ = [
     "one_f_one_b_schedule",
     "zero_bubble_overlap_schedule",
     "zero_bubble_schedule",
+    "zero_bubble_v_schedule",
 ]
