@@ -143,12 +143,11 @@ def swapped(schedule, a, b):
 
 def used_edges(schedule):
     """(tick, edge) of all that carries something to its user."""
-    last = schedule.num_chunks * schedule.num_stages - 1
     for t, s in np.argwhere(np.isin(schedule.op, [F, B])).tolist():
         step = 1 if schedule.op[t, s] == Op.FORWARD else -1
-        v = int(schedule.chunk[t, s]) * schedule.num_stages + s + step
-        if 0 <= v <= last:
-            yield t, (s, v % schedule.num_stages)
+        v = int(schedule.virtual_stage[t, s]) + step
+        if 0 <= v <= schedule.last:
+            yield t, (s, schedule.stage_of(v))
 
 
 def without_edge(schedule, t, edge):
