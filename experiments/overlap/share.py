@@ -18,7 +18,10 @@ FOLDER = pathlib.Path(__file__).parent
 BOUND = 0.15
 STAGES, MICROBATCHES = 8, 32
 CHUNKS = {"interleaved": 2, "zero-bubble-v": 2}
-SCHEDULES = ["1f1b", "1f1b-overlap", "interleaved", "zero-bubble", "zero-bubble-overlap"]
+SCHEDULES = [
+    *("1f1b", "1f1b-overlap", "interleaved"),
+    *("zero-bubble", "zero-bubble-overlap", "zero-bubble-v"),
+]
 WIDTHS = [256, 512, 1024, 2048, 4096, 8192]
 TOKENS = [256, 1024, 4096]  # of a microbatch
 
@@ -114,8 +117,8 @@ def report(options: argparse.Namespace) -> str:
         "a backward takes two forwards. `python experiments/overlap/share.py`",
         "",
         f"Least width from which a step is at most {BOUND:.0%} of its computing longer than with "
-        f"links that cost nothing, with {options.blocks} blocks on a stage; `interleaved` has two "
-        "chunks.",
+        f"links that cost nothing, with {options.blocks} blocks on a stage; `interleaved` and "
+        "`zero-bubble-v` have two chunks.",
         "",
         "| link | tokens of a microbatch | " + " | ".join(f"`{s}`" for s in SCHEDULES) + " |",
         "|---|---|" + "---|" * len(SCHEDULES),
