@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from parity import models
 from parity.cases import WAYS, place
+from parity.test_chunks import chunked
 
 from jpipe.mesh import make_mesh
 from jpipe.pipeline import param_shardings, pipeline_segments, pipeline_value_and_grad
@@ -52,6 +53,15 @@ def test_same_bits(schedule, num_microbatches, every):
 def test_stages_that_differ(schedule):
     problem, mesh = models.uneven((8, 8, 16, 4, 3), 5), make_mesh(4)
     table = make_schedule(schedule, 4, 5, 1)
+    whole = pipeline_value_and_grad(problem.stages, problem.loss, mesh, table)
+    found, _ = in_segments(problem, table, mesh, 2)
+    assert bits(found) == bits(whole(*place(problem, mesh)))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble-v"])
+def test_chunks(schedule):
+    problem, mesh = chunked(models.mlp(8, 5), 2), make_mesh(4)
+    table = make_schedule(schedule, 4, 5, 2)
     whole = pipeline_value_and_grad(problem.stages, problem.loss, mesh, table)
     found, _ = in_segments(problem, table, mesh, 2)
     assert bits(found) == bits(whole(*place(problem, mesh)))
