@@ -60,13 +60,22 @@ def test_zero_bubble_takes_its_published_time_also_if_parts_are_computed_again(P
     assert found.makespan - 1e-9 <= overlap.makespan <= M * (1 + B + W) + (P - 1) * (1 + B) + 1e-9
 
 
+@pytest.mark.parametrize("P", [2, 3, 4, 8, 16])
+def test_the_v_takes_its_published_time(P):
+    """Qi et al., 2023: with operations that take as long, the bubble of ZB-V is that of filling."""
+    for M in (P, *range(-(-3 * P // 2), 4 * P)):
+        found = simulate_schedule(make_schedule("zero-bubble-v", P, M, 2), CostModel(2.0, 4.0))
+        assert found.makespan == 6 * M + (P - 1)
+    for M in range(P + 1, 3 * P // 2):
+        found = simulate_schedule(make_schedule("zero-bubble-v", P, M, 2), CostModel(2.0, 4.0))
+        assert 6 * M + (P - 1) <= found.makespan <= 6 * M + 2 * P - 3
+
+
 @pytest.mark.parametrize("M", [1, 2, 3])
 @pytest.mark.parametrize("P", [2, 4, 8, 16])
 def test_the_v_halves_the_bubble_of_zero_bubble(P, M):
-    """Qi et al., 2023: with operations that take as long, the bubble of ZB-V is that of filling."""
     M *= P
     found = simulate_schedule(make_schedule("zero-bubble-v", P, M, 2), CostModel(2.0, 4.0))
-    assert found.makespan == 6 * M + (P - 1)
     plain = simulate_schedule(make_schedule("zero-bubble", P, M), CostModel(2.0, 4.0))
     assert plain.makespan == 6 * M + 2 * (P - 1)
     links = simulate_schedule(make_schedule("zero-bubble-v", P, M, 2), CostModel(2.0, 4.0, 0.1))

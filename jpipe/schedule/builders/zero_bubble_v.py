@@ -22,8 +22,9 @@ def zero_bubble_v_schedule(num_stages: int, num_microbatches: int, num_chunks: i
 
     A stage runs, in each tick, the first of these that it can: a forward, of chunk 1 before chunk
     0, if it has fewer than 2P of the chunks of microbatches between forward and weight gradient; a
-    backward, of chunk 0 before chunk 1; a weight gradient. With M of at least 2P and operations
-    that take the same time T (F, B and W of one chunk), it takes 6MT + (P - 1)T.
+    backward, of chunk 0 before chunk 1; a weight gradient. With operations that take the same time
+    T (F, B and W of one chunk), it takes 6MT + (P - 1)T if M is P or at least 3P/2; in between up
+    to (P - 2)T more.
 
     Args:
         num_stages: P, at least 1.
