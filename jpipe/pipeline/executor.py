@@ -28,7 +28,7 @@ from jpipe.pipeline.state import State, Variables
 from jpipe.pipeline.verify import INTACT, Sealed, first_mismatch, seal
 from jpipe.pipeline.weight_gradient import SplitBackward
 from jpipe.schedule.slots import Inbox, assign_inbox, assign_slots, assign_weight_slots
-from jpipe.schedule.table import Op, Schedule, nth_of_chunk
+from jpipe.schedule.table import Op, Schedule
 
 
 class Carry(NamedTuple):
@@ -274,11 +274,9 @@ class Executor:
         return seal(made, row, self._virtual_stage(row), self.schedule.last)
 
     def _virtual_stage(self, row: Row) -> jax.Array:
-        table, stage = self.schedule, jax.lax.axis_index(self.axis)
-        nth = [nth_of_chunk(stage, c, table.num_stages, folded=table.folded) for c in self._chunks]
-        return row.chunk * table.num_stages + jnp.select(
-            [row.chunk == c for c in self._chunks], nth, stage
-        )
+        stage, num_stages = jax.lax.axis_index(self.axis), self.schedule.num_stages
+        nth = jnp.where(row.chunk % 2, num_stages - 1 - stage, stage)
+        return row.chunk * num_stages + (nth if self.schedule.folded else stage)
 
     @property
     def _top(self) -> int:

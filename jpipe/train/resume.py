@@ -29,10 +29,10 @@ def find_snapshot(options: TrainOptions) -> Snapshot | None:
         ValueError: if the one that is asked for is not there, or none that is there is good, or
             it is that of another model.
     """
-    return None if options.resume == "never" else agreed(lambda: _find(options))
+    return None if options.resume == "never" else _agreed(lambda: _find(options))
 
 
-def agreed(find: Callable[[], Snapshot | None]) -> Snapshot | None:
+def _agreed(find: Callable[[], Snapshot | None]) -> Snapshot | None:
     """The snapshot that the process which writes has found; all processes must call it.
 
     Args:
