@@ -1,7 +1,11 @@
 """Several processes that run one program together, each with devices of its own."""
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -9,8 +13,15 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.mesh import DATA
+from jpipe.watchdog import APART
 
 Tree = Any
+
+_MOMENT = 5.0  # seconds
+
+
+class JoinError(RuntimeError):
+    """Other processes cannot be reached."""
 
 
 def connect(
@@ -26,6 +37,7 @@ def connect(
 
     Raises:
         ValueError: if the arguments do not fit, or JAX cannot find out.
+        JoinError: if the others cannot be reached.
     """
     given = {
         "coordinator": coordinator,
@@ -50,12 +62,40 @@ def connect(
     # Else JAX takes SIGTERM for itself, and the process does not end.
     jax.config.update("jax_enable_preemption_service", False)
     try:
-        jax.distributed.initialize(coordinator, num_processes, process_id)
-    except (ValueError, RuntimeError) as error:
+        jax.distributed.initialize(
+            coordinator,
+            num_processes,
+            process_id,
+            initialization_timeout=int(APART),
+            shutdown_timeout_seconds=int(APART),
+        )
+    except ValueError as error:
         raise ValueError(
             f"the processes cannot be joined ({error}); give coordinator, num_processes and "
             "process_id"
         ) from error
+    except RuntimeError as error:
+        raise JoinError(f"the processes cannot be joined: {error}") from error
+    # While all are in step: where processes meet for the first time, gloo waits for 30 s at most.
+    anywhere(False)
+
+
+def is_joined() -> bool:
+    """Whether this process has joined others."""
+    return jax.distributed.is_initialized()
+
+
+def leave(status: int) -> NoReturn:
+    """End this process at once, with a status that says that something is wrong.
+
+    JAX lets processes end together, and so would wait for others that may wait for this one. They
+    abort when the first process has gone, so it gives those a moment that end as well.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if is_main():
+        time.sleep(_MOMENT)
+    os._exit(status)
 
 
 def is_main() -> bool:
@@ -87,7 +127,9 @@ def of_main(make: Callable[[], str]) -> str:
     letters = np.zeros(4096, np.uint8)
     written = np.frombuffer(text[: len(letters)], np.uint8)
     letters[: len(written)] = written
-    received = bytes(np.asarray(multihost_utils.broadcast_one_to_all(letters))).rstrip(b"\0")
+    with _reaching_others():
+        sent = np.asarray(multihost_utils.broadcast_one_to_all(letters))
+    received = bytes(sent).rstrip(b"\0")
     told = received[1:].decode(errors="ignore")
     if received[:1] != b"+":
         raise (ValueError if received[:1] == b"v" else OSError)(told)
@@ -98,8 +140,18 @@ def anywhere(*flags: bool) -> tuple[bool, ...]:
     """For each flag whether it is set in any process; all processes must call it."""
     if jax.process_count() == 1:
         return flags
-    gathered = np.asarray(multihost_utils.process_allgather(np.array(flags)))
+    with _reaching_others():
+        gathered = np.asarray(multihost_utils.process_allgather(np.array(flags)))
     return tuple(bool(column.any()) for column in gathered.T)
+
+
+@contextlib.contextmanager
+def _reaching_others() -> Iterator[None]:
+    """JAX has a ValueError for an exchange that fails, too: that is no bad input."""
+    try:
+        yield
+    except ValueError as error:
+        raise JoinError(f"an exchange between processes failed: {error}") from error
 
 
 def own_rows(mesh: Mesh, microbatch_size: int) -> range:

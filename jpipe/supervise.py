@@ -53,16 +53,17 @@ def supervise(
 ) -> int:
     """Run one or several processes that work together, until they end by themselves.
 
-    They are started again if a signal ended one, or it ended with the statuses `jpipe.cli.CRASHED`
-    or `WEDGED`; any other is its own decision. What is left of the others then is killed: it would
-    wait for the one that is missing. Between two starts passes a time that doubles. SIGTERM and
-    SIGINT are handed on, and then their end is the end.
+    They are started again if a signal but SIGTERM and SIGINT ended one, or it ended with the
+    statuses `jpipe.cli.CRASHED` or `WEDGED`; any other is its own decision. What is left of the
+    others then is killed: it would wait for the one that is missing. Between two starts passes a
+    time that doubles. SIGTERM and SIGINT are handed on, and then their end is the end. Each is a
+    process group of its own: a terminal's Ctrl-C then reaches it once, from here.
 
     Args:
         commands: makes the command of each process, anew for each start.
         max_restarts: how often in a row they may be started again without progress in between. What
             always dies at the same place is so told from what only was unlucky.
-        progress: anything that changes with progress, such as the newest snapshot.
+        progress: anything that grows with progress, such as the step of the newest snapshot.
         say: where to report.
         patience: seconds after which a process that was stopped (SIGSTOP) is killed; None to let
             it be.
@@ -72,17 +73,17 @@ def supervise(
     Returns:
         The exit status of the first that did not end well, as a shell has it, or else 0.
     """
-    failures = 0
+    failures, best = 0, progress()
     with _signals() as (received, hand_on):
         while True:
-            before = progress()
             status = _run(commands(), hand_on, patience, say)
             if received or not _died(status):
                 return _as_shell(status)
             if done():
                 say(f"it {_describe(status)} after everything was done")
                 return 0
-            failures = 1 if progress() != before else failures + 1
+            failures = 1 if progress() > best else failures + 1
+            best = max(best, progress())
             if failures > max_restarts:
                 say(f"it {_describe(status)}, no progress in {failures} starts: giving up")
                 return _as_shell(status)
@@ -110,7 +111,9 @@ def _run(
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for command in commands:
-            processes.append(subprocess.Popen(command, pass_fds=(reader,), env=environment))
+            processes.append(
+                subprocess.Popen(command, pass_fds=(reader,), env=environment, process_group=0)
+            )
         os.close(reader)
         stopped: dict[int, float] = {}
         first = 0  # status of the first that did not end well
@@ -145,8 +148,9 @@ def _run(
 
 
 def _died(status: int) -> bool:
-    """Whether a process has ended, but not by its own decision."""
-    return status < 0 or status in (CRASHED, WEDGED)
+    """Whether a process has ended, but not by its own decision or because it was asked to."""
+    asked = (-signal.SIGTERM, -signal.SIGINT)
+    return (status < 0 and status not in asked) or status in (CRASHED, WEDGED)
 
 
 def _is_stopped(pid: int) -> bool:

@@ -19,6 +19,8 @@ APART = 600.0
 """Seconds that processes may be apart when they start and end: one has to compile what another
 finds compiled, or reads what another has read."""
 
+_STARVED = 1.0  # seconds by which a thread may be late on a busy machine
+
 
 class Watchdog:
     """Watches over pieces of work, from a thread of its own.
@@ -39,6 +41,7 @@ class Watchdog:
         self._seconds = seconds
         # What it is, when it must be done, and how many seconds it has.
         self._piece: tuple[str, float, float] | None = None
+        self._asleep = 0.0  # seconds in which the process was stopped, or the machine asleep
         self._noted = ""
         self._closed = threading.Event()
         if seconds is not None:
@@ -57,7 +60,7 @@ class Watchdog:
             return
         self._noted = ""
         seconds = max(self._seconds, at_least)
-        self._piece = piece, time.monotonic() + seconds, seconds
+        self._piece = piece, time.monotonic() - self._asleep + seconds, seconds
         try:
             yield
         finally:
@@ -87,9 +90,13 @@ class Watchdog:
 
     def _watch(self) -> None:
         assert self._seconds is not None
-        while not self._closed.wait(min(1.0, self._seconds / 5)):
-            piece = self._piece
-            if piece is not None and time.monotonic() > piece[1]:
+        pause, before = min(1.0, self._seconds / 5), time.monotonic()
+        while not self._closed.wait(pause):
+            now = time.monotonic()
+            if now - before > pause + _STARVED:
+                self._asleep += now - before - pause
+            before, piece = now, self._piece
+            if piece is not None and now - self._asleep > piece[1]:
                 self._end(piece[0], piece[2])
 
     def _end(self, piece: str, seconds: float) -> None:

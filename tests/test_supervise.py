@@ -114,8 +114,11 @@ sys.exit(supervise(lambda: [command], max_restarts=3, progress=lambda: 0, say=pr
 
 
 def start_supervisor(tmp_path, code):
+    """In a session of its own, as a terminal would start it."""
     command = script(tmp_path, code)
-    process = subprocess.Popen([sys.executable, "-c", SUPERVISOR.format(command=command)])
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR.format(command=command)], start_new_session=True
+    )
     deadline = time.monotonic() + 60
     while not (tmp_path / "pid").exists():
         assert process.poll() is None
@@ -151,6 +154,42 @@ def test_signals_are_handed_on_and_end_it(tmp_path, number):
     assert process.wait(timeout=20) == 7
     assert (tmp_path / "heard").exists()
     wait_until_gone(pid)
+
+
+def test_ctrl_c_in_a_terminal_is_heard_once(tmp_path):
+    """A terminal sends it to the whole process group; a second one would mean: at once."""
+    code = """
+    heard = []
+    signal.signal(signal.SIGINT, lambda *_: heard.append(1))
+    (folder / "part").write_text(str(os.getpid()))
+    os.replace(folder / "part", folder / "pid")
+    end = time.monotonic() + 60
+    while not heard and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(1)
+    sys.exit(10 + len(heard))
+    """
+    process, pid = start_supervisor(tmp_path, code)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=70) == 11
+    wait_until_gone(pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_was_asked_to_end_has_ended(tmp_path, number):
+    code = f"signal.signal({int(number)}, signal.SIG_DFL); os.kill(os.getpid(), {int(number)})"
+    assert run(tmp_path, code) == (128 + number, 1, [])
+
+
+def test_what_was_there_before_is_no_progress(tmp_path):
+    """As a snapshot that is damaged, and written anew in each start."""
+    code = """
+    (folder / f"progress-{start % 2}").touch()
+    (folder / f"progress-{1 - start % 2}").unlink(missing_ok=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    status, starts, _ = run(tmp_path, code, max_restarts=2)
+    assert (status, starts) == (137, 3)
 
 
 def test_no_orphan_is_left_if_the_supervisor_is_killed(tmp_path):

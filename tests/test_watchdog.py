@@ -1,5 +1,6 @@
 """What makes no progress is named and ended."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -55,6 +56,27 @@ def test_some_pieces_have_more_time():
     )
     assert run.returncode == WEDGED
     assert "the end was not done after 1 s" in run.stderr
+
+
+STOPPED = """
+import time
+from jpipe.watchdog import Watchdog
+watchdog = Watchdog(2.0)
+with watchdog.watch("a step"):
+    print("now", flush=True)
+    time.sleep(1.0)
+print("done", flush=True)
+"""
+
+
+def test_while_the_process_is_stopped_no_time_passes():
+    process = subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "now\n"
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(5)
+    process.send_signal(signal.SIGCONT)
+    out, _ = process.communicate(timeout=50)
+    assert (process.returncode, out) == (0, "done\n")
 
 
 def test_off():

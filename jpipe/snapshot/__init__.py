@@ -9,6 +9,7 @@ from jpipe.snapshot.store import (
     newest_good,
     read_snapshot,
     snapshot_folders,
+    when_taken,
 )
 
 __all__ = [
@@ -21,4 +22,5 @@ __all__ = [
     "newest_good",
     "read_snapshot",
     "snapshot_folders",
+    "when_taken",
 ]

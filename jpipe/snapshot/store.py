@@ -23,6 +23,7 @@ import orbax.checkpoint as ocp
 from numpy.typing import NDArray
 
 from jpipe.files import write_atomically
+from jpipe.processes import anywhere
 from jpipe.snapshot.leaves import places, raw, rebuild
 from jpipe.snapshot.manifest import (
     FILE,
@@ -121,11 +122,11 @@ def snapshot_folders(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=_when)
+    return sorted(found, key=when_taken)
 
 
-def _when(path: Path) -> tuple[int, int]:
-    """Step and microbatch of a snapshot, by its folder's name."""
+def when_taken(path: Path) -> tuple[int, int]:
+    """Step and microbatch of a snapshot, by the name of its folder, see `snapshot_folders`."""
     found = _NAME.fullmatch(path.name)
     assert found is not None
     return int(found[1]), int(found[2] or 0)
@@ -219,10 +220,16 @@ class SnapshotStore:
             raise ValueError("state holds no numbers; there is nothing to save")
         name = _folder_name(step, microbatch)
         partial = self.folder / f"{_WRITING}{name}"
-        try:
-            if jax.process_index() == 0:
-                shutil.rmtree(partial, ignore_errors=True)
+        failed: OSError | None = None
+        if jax.process_index() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            try:
                 partial.mkdir(parents=True)
+            except OSError as error:
+                failed = error
+        if anywhere(failed is not None)[0]:  # or others would wait in Orbax
+            raise SnapshotError(_failed(name, failed or OSError("process 0 made no folder")))
+        try:
             copies = [(place, copy_shards(array)) for place, array in arrays.values()]
             self._checkpointer.save(
                 partial.absolute() / _STATE,
@@ -280,7 +287,7 @@ class SnapshotStore:
         """
         if jax.process_index() == 0:
             for path in snapshot_folders(self.folder):
-                if _when(path) > (step, microbatch):
+                if when_taken(path) > (step, microbatch):
                     self._remove(path)
 
     def _finish(self, partial: Path, manifest: Manifest, copies: Copies) -> None:
@@ -304,11 +311,9 @@ class SnapshotStore:
             self._discard(partial)
             self._error = SnapshotError(_failed(partial.name.removeprefix(_WRITING), error))
             return
-        try:
-            if jax.process_index() == 0:
+        if jax.process_index() == 0:
+            with contextlib.suppress(OSError):  # the next snapshot will try again
                 self._retire(final)
-        except OSError as error:
-            self._error = SnapshotError(f"an old snapshot could not be removed: {error}")
 
     def _commit(self, partial: Path, final: Path, manifest: Manifest) -> None:
         parts = []
@@ -337,7 +342,7 @@ class SnapshotStore:
     def _retire(self, newest: Path) -> None:
         """Remove what is not to be kept; each vanishes at once."""
         for path in snapshot_folders(self.folder)[: -self._keep_last]:
-            step, microbatch = _when(path)
+            step, microbatch = when_taken(path)
             if path == newest:
                 continue
             if microbatch or self._keep_every is None or step % self._keep_every:
@@ -346,6 +351,7 @@ class SnapshotStore:
     def _remove(self, path: Path) -> None:
         gone = path.with_name(f"{_DELETED}{path.name}")
         os.replace(path, gone)
+        _sync_one(self.folder)
         shutil.rmtree(gone)
 
     def _discard(self, partial: Path) -> None:

@@ -5,8 +5,9 @@ import io
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
-from jpipe.cli import CRASHED, FAILED, INTERRUPTED, refuse
+from jpipe.cli import BAD_INPUT, CRASHED, FAILED, INTERRUPTED, refuse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Imported here because it takes seconds, during which Ctrl-C should end the command, too.
         from rich.console import Console
 
-        from jpipe.processes import is_main
+        from jpipe.processes import JoinError, is_main
         from jpipe.snapshot import MismatchError
         from jpipe.supervise import end_with_supervisor, is_supervised
         from jpipe.train.cache import enable_compilation_cache
@@ -47,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 setup = prepare(options, watchdog)
             except ValueError as error:
                 return refuse(error)
+            except JoinError as error:
+                print(f"error: {error}", file=sys.stderr)
+                return CRASHED
             enable_compilation_cache()
             if isinstance(sys.stdout, io.TextIOWrapper):
                 sys.stdout.reconfigure(errors="replace")  # a picture must not end a run
@@ -66,5 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
+def _leave(status: int) -> NoReturn:
+    """End the process."""
+    if status in (FAILED, BAD_INPUT, CRASHED) and "jax" in sys.modules:
+        from jpipe.processes import is_joined, leave
+
+        if is_joined():
+            leave(status)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _leave(main())

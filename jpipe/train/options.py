@@ -58,6 +58,7 @@ class TrainOptions:
             dies; 0 to let it die.
         comm_timeout: seconds that a step, or a wait for another process, may take before the run
             counts as stuck; 0 for any time.
+        verify_comm: whether what stages send each other carries a checksum, which is compared.
         out: run folder; None for a new one below `runs/`.
         platform: `auto`, `cpu`, `gpu` or `tpu`.
         dry_run: compile, report and stop.

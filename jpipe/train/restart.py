@@ -1,10 +1,12 @@
 """Processes of a run that are started here, and again when they die: the command supervises."""
 
+import contextlib
 import socket
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from jpipe.snapshot import snapshot_folders, when_taken
 from jpipe.supervise import supervise
 from jpipe.train.options import TrainOptions
 from jpipe.train.resume import FOLDER
@@ -70,7 +72,7 @@ def run_and_restart(argv: Sequence[str], options: TrainOptions) -> int:
     return supervise(
         commands,
         max_restarts=options.max_restarts,
-        progress=taken,
+        progress=lambda: max(map(when_taken, snapshot_folders(snapshots)), default=(-1, -1)),
         say=lambda text: print(f"supervisor: {text}", file=sys.stderr, flush=True),
         patience=options.comm_timeout or None,
         done=lambda: bool(written() - before),
@@ -79,5 +81,9 @@ def run_and_restart(argv: Sequence[str], options: TrainOptions) -> int:
 
 def _versions(paths: Iterable[Path]) -> set[tuple[str, int, int]]:
     """What there is, told apart from what had the same name before."""
-    found = [(path.name, path.stat()) for path in paths]
-    return {(name, stat.st_ino, stat.st_mtime_ns) for name, stat in found}
+    found = set()
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):  # a process on another machine removed it
+            stat = path.stat()
+            found.add((path.name, stat.st_ino, stat.st_mtime_ns))
+    return found

@@ -82,7 +82,7 @@ class Run:
         with (
             Interrupt() as interrupt,
             contextlib.closing(setup.folder),
-            contextlib.closing(self.snapshots),
+            self._closing_snapshots(),
         ):
             with interrupt.nothing_to_lose():
                 programs = self._compile()
@@ -111,6 +111,15 @@ class Run:
                 self.console.print(f"error: {error}", style="red", soft_wrap=True)
                 return FAILED
         return interrupt.status
+
+    @contextlib.contextmanager
+    def _closing_snapshots(self) -> Iterator[None]:
+        """While entered, there may be one under way."""
+        try:
+            yield
+        finally:
+            with self.watchdog.watch_others("writing the last snapshot"):
+                self.snapshots.close()
 
     def _again(self, error: DamagedError) -> TrainState:
         """What to go on with after a step was damaged: what it began with is still there."""
@@ -246,6 +255,7 @@ class Run:
             self.watchdog.note,
         )
         if metrics is None:
+            setup.task.batches.set_state(cursor)  # the state is that before the step
             return state, None
         loss = float(metrics.loss)  # waits for the step
         seconds = time.perf_counter() - started
@@ -323,8 +333,11 @@ class Run:
     ) -> None:
         """Write everything, then show what the model has learned."""
         setup, folder = self.setup, self.setup.folder
-        last = int(state.step)
-        if interrupt.requested:
+        last, ends_early = (
+            int(state.step),
+            interrupt.requested,
+        )  # whatever may be heard from here on
+        if ends_early:
             self._say(f"interrupted after step {last}; writing everything")
         final = self._evaluate(last, state, programs)
         params = setup.task.model.to_plain(state.params, state.model_state)
@@ -334,7 +347,7 @@ class Run:
             f"{self.yardstick.name} fitted on the same training data: validation "
             f"{self._describe(self.yardstick.loss)}"
         )
-        if not interrupt.requested:
+        if not ends_early:
             self._show(state)
         folder.write_json(
             SUMMARY,

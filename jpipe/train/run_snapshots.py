@@ -4,6 +4,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
+from jpipe.processes import anywhere
 from jpipe.snapshot import (
     MismatchError,
     Snapshot,
@@ -67,7 +70,7 @@ class RunSnapshots:
             within = self._restore_within(snapshot, carry)
         self._newest = (manifest.step, manifest.microbatch if within else 0)
         if self._store is not None:
-            self._store.forget_after(*self._newest)
+            self._store.forget_after(manifest.step, manifest.microbatch)
         where = f"within step {manifest.step + 1}" if within else f"after step {manifest.step}"
         self._say(f"going on {where}, from {snapshot.path}")
         if manifest.microbatch and not within:
@@ -117,7 +120,8 @@ class RunSnapshots:
         step = int(state.step)
         self._save_state(state, step)
         self.wait()
-        self._try(lambda store: store.forget_after(step, 0))
+        if self._newest == (step, 0):  # it was written
+            self._try(lambda store: store.forget_after(step, 0))
 
     def after_step(self, state: TrainState, step: int) -> None:
         """Take a snapshot if it is time for one."""
@@ -133,12 +137,29 @@ class RunSnapshots:
         self.wait()
 
     def wait(self) -> None:
-        """Wait for what is being written, and say what went wrong, as `poll` does."""
-        self._try(lambda store: store.wait())
+        """Wait for what is being written, and say what went wrong, as `poll` does.
+
+        A snapshot that failed in one process has failed in all, which must all call this.
+        """
+
+        def wait(store: SnapshotStore) -> None:
+            failed = None
+            try:
+                store.wait()
+            except SnapshotError as error:
+                failed = error
+            if anywhere(failed is not None)[0]:
+                raise failed or SnapshotError("a snapshot could not be written by another process")
+
+        self._try(wait)
 
     def poll(self) -> None:
-        """Say what went wrong in the background; ends the run or not, as the user chose."""
-        self._try(lambda store: store.poll())
+        """Say what went wrong in the background; ends the run or not, as the user chose.
+
+        Of several processes each knows only of its own part: there it is said before the next.
+        """
+        if jax.process_count() == 1:
+            self._try(lambda store: store.poll())
 
     def close(self) -> None:
         """Wait for what is being written."""

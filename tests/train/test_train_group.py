@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,22 @@ if sys.argv[-2:] == ["--process-id", "1"]:
     threading.Thread(target=wait, daemon=True).start()
 """
 
+# The disk is full when step 25 is to be logged.
+FULL = """
+import errno, io, os, pathlib
+class Full(io.FileIO):
+    def write(self, data):
+        if b'"step": 25,' in data:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.name)
+        return super().write(data)
+opened = pathlib.Path.open
+def open(self, mode="r", buffering=-1, **rest):
+    if self.name == "metrics.jsonl" and "a" in mode:
+        return Full(self, mode.replace("b", ""))
+    return opened(self, mode, buffering, **rest)
+pathlib.Path.open = open
+"""
+
 
 def start(folder, **environment):
     return subprocess.Popen(
@@ -44,6 +61,15 @@ def workers(process):
     """Process ids of its children, in the order of their numbers."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return [int(pid) for pid in children]
+
+
+def end(process):
+    """Whatever has become of it."""
+    if process.poll() is None:
+        for pid in workers(process):
+            os.kill(pid, signal.SIGKILL)
+    process.kill()
+    process.communicate(timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +112,7 @@ def test_the_group_recovers(fault, whole, tmp_path):
         fault(pids, tmp_path)
         out, _ = process.communicate(timeout=300)
     finally:
-        process.kill()
-        process.communicate()
+        end(process)
     assert process.returncode == 0, out
     assert "supervisor: it " in out
     assert "going on after step" in out
@@ -104,10 +129,13 @@ def test_sigterm_ends_the_group_with_a_snapshot(who, whole, tmp_path):
     """Also if only one of the processes hears of it."""
     folder = tmp_path / "run"
     process = start(folder)
-    wait_for_lines(process, folder, 30)
-    pids = workers(process)
-    os.kill(process.pid if who == "supervisor" else pids[who], signal.SIGTERM)
-    out, _ = process.communicate(timeout=120)
+    try:
+        wait_for_lines(process, folder, 30)
+        pids = workers(process)
+        os.kill(process.pid if who == "supervisor" else pids[who], signal.SIGTERM)
+        out, _ = process.communicate(timeout=120)
+    finally:
+        end(process)
     assert process.returncode == 143, out
     newest = sorted((folder / "snapshots").iterdir())[-1]
     assert newest.name == f"step-{metrics(folder)[-1]['step']:08d}"
@@ -118,3 +146,22 @@ def test_sigterm_ends_the_group_with_a_snapshot(who, whole, tmp_path):
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
     assert_same_run(folder, whole)
+
+
+@pytest.mark.slow
+def test_a_full_disk_in_one_process_ends_all(tmp_path):
+    """With its own status, and without waiting for each other."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(FULL)
+    process = start(tmp_path / "run", PYTHONPATH=str(site))
+    try:
+        wait_for_lines(process, tmp_path / "run", 20)
+        began = time.monotonic()
+        out, _ = process.communicate(timeout=100)
+    finally:
+        end(process)
+    assert process.returncode == 1, out
+    assert "No space left on device" in out
+    assert "starting it again" not in out
+    assert time.monotonic() - began < 60

@@ -112,3 +112,11 @@ def test_goes_on_in_another_number_of_processes(before, after, alone, tmp_path):
     for row, expected in zip(numbers(folder), alone, strict=True):
         for name in row:  # the first run had no step left before which to validate
             assert row[name] == pytest.approx(expected[name], rel=2e-6), name
+
+
+@pytest.mark.slow
+def test_processes_may_be_apart_at_the_start(alone, tmp_path):
+    """One reads, or compiles, what another has read or finds compiled; gloo waits for 30 s."""
+    late = ("train.apart", "40", "--")
+    run_together(tmp_path / "run", 2, "--mesh", "2", module=late)
+    assert numbers(tmp_path / "run")[-1] == pytest.approx(alone[-1], rel=2e-6)

@@ -4,14 +4,16 @@ import errno
 import json
 import os
 import shutil
+import signal
 
 import jax.numpy as jnp
 import pytest
 from train.test_train_run import SMALL, metrics, train
 
-from jpipe.snapshot import SnapshotStore, snapshot_folders
+from jpipe.snapshot import SnapshotError, SnapshotStore, snapshot_folders
 from jpipe.train.__main__ import main
 from jpipe.train.run_folder import RunFolder
+from jpipe.train.stepper import Stepper
 
 EVERY = ["--snapshot-every-steps", "1", "--keep-snapshots", "9"]
 
@@ -312,3 +314,43 @@ def test_falls_back_if_it_is_to_be_taken_at_once(cut, tmp_path):
 def test_without_snapshots(tmp_path):
     folder = train(tmp_path, "--mesh", "2", "--snapshot-every-steps", "0")
     assert not (folder / "snapshots").exists()
+
+
+FEW = [*WITHIN, "--keep-snapshots", "2", "--snapshot-errors", "go-on"]
+
+
+def ended_within_a_step(tmp_path, monkeypatch, fails):
+    """A run that gets SIGTERM within step 3, and the snapshots that it left."""
+    save = SnapshotStore.save
+
+    def saving(store, state, step, extra, *, microbatch=0):
+        if (step, microbatch) == (2, 4):
+            os.kill(os.getpid(), signal.SIGTERM)
+        if fails and step == 2 and microbatch:
+            raise SnapshotError("there is no room")
+        return save(store, state, step, extra, microbatch=microbatch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SnapshotStore, "save", saving)
+        assert main([*SMALL, *FEW, "--out", str(tmp_path / "run")]) == 143
+    return [p.name for p in snapshot_folders(tmp_path / "run" / "snapshots")]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_batch_is_skipped_if_a_run_ends_within_a_step(tmp_path, monkeypatch, cut, fails):
+    left = ended_within_a_step(tmp_path, monkeypatch, fails)
+    assert left[-1] == ("step-00000002" if fails else "step-00000002+4")
+    assert_same_run(train(tmp_path, *FEW), cut)
+
+
+def test_what_a_run_goes_on_from_stays_until_there_is_more(tmp_path, monkeypatch):
+    left = ended_within_a_step(tmp_path, monkeypatch, fails=False)
+    assert all("+" in name for name in left)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Stepper, "take", interrupted)
+    whole = [*WITHIN[:6], "--snapshot-every-steps", "1"]
+    assert main([*SMALL, *whole, "--out", str(tmp_path / "run")]) == 130
+    assert [p.name for p in snapshot_folders(tmp_path / "run" / "snapshots")] == left

@@ -249,7 +249,7 @@ def test_option_names_are_frozen():
         "schedule chunks recompute learning_rate seed eval_every out platform dry_run tied "
         "distributed coordinator num_processes process_id precision compression freeze_step "
         "snapshot_every_steps snapshot_every_microbatches keep_snapshots keep_every "
-        "snapshot_errors resume max_restarts comm_timeout"
+        "snapshot_errors resume max_restarts comm_timeout verify_comm"
     )
     assert sorted(vars(TrainOptions())) == sorted(names.split())
     options = parse_options(["--data", "a", "b", "--vocab-size", "7", "--dry-run"])

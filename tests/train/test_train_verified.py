@@ -9,6 +9,7 @@ from train.test_train_resume import assert_same_run
 from train.test_train_run import SMALL, metrics, train
 
 from jpipe.pipeline import executor
+from jpipe.snapshot import SnapshotError, SnapshotStore
 from jpipe.train.__main__ import main
 
 VERIFIED = ["--mesh", "2", "--verify-comm"]
@@ -56,6 +57,24 @@ def test_snapshots_within_a_damaged_step_are_replaced(tmp_path, capsys, flips, s
     assert told.count("repeating the step") == 1
     assert f"read in tick {tick + 1}, arrived damaged" in told
     assert_same_run(folder, whole)
+
+
+def test_snapshots_stay_if_there_is_no_room_for_another(tmp_path, monkeypatch, flips):
+    save = SnapshotStore.save
+
+    def full(store, state, step, extra, *, microbatch=0):
+        if step == 3 and not microbatch:
+            raise SnapshotError("there is no room")
+        return save(store, state, step, extra, microbatch=microbatch)
+
+    monkeypatch.setattr(SnapshotStore, "save", full)
+    forgotten = []
+    monkeypatch.setattr(SnapshotStore, "forget_after", lambda *args: forgotten.append(args[1:]))
+    where = ["--mesh", "4", "--snapshot-every-steps", "0", *WITHIN, "--snapshot-errors", "go-on"]
+    flips(4, tick=3, stage=1)
+    folder = run(tmp_path, "damaged", *where)
+    assert json.loads((folder / "summary.json").read_text())["damaged_steps"] == 1
+    assert not forgotten
 
 
 def test_a_step_that_is_always_damaged_ends_the_run(tmp_path, capsys, flips):
