@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import time
+import warnings
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
@@ -80,6 +81,12 @@ class RunFolder:
         except FileNotFoundError:
             return []
         rows = [row for row in map(_row, lines) if row is not None and row["step"] <= step]
+        steps = [row["step"] for row in rows]
+        if steps and steps != list(range(steps[0], step + 1)):
+            warnings.warn(
+                f"{self.path / _METRICS} does not have each step up to {step} once: it was damaged",
+                stacklevel=2,
+            )
         if rows:
             self.write(_METRICS, b"".join(_line(row) for row in rows))
         else:
@@ -110,6 +117,11 @@ class RunFolder:
         except OSError:
             self._metrics.truncate(before)  # no half a line
             raise
+
+    def sync(self) -> None:
+        """Let nothing of metrics.jsonl wait in the operating system's memory."""
+        if self._metrics is not None:
+            os.fsync(self._metrics.fileno())
 
     def close(self) -> None:
         """Close metrics.jsonl, and let others write to the folder."""

@@ -186,6 +186,7 @@ class RunSnapshots:
             seconds = round(time.perf_counter() - started, 6)
             self._waited.append({"step": step, "microbatch": microbatch, "seconds_waited": seconds})
 
+        self._setup.folder.sync()  # what comes before a snapshot must be there with it
         self.wait()  # one that failed must not hinder the next
         self._try(save)
 

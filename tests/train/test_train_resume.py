@@ -142,6 +142,14 @@ def test_broken_lines_of_metrics_are_left_out(whole, tmp_path):
     assert_same_run(folder, whole)
 
 
+def test_a_step_that_is_missing_in_metrics_is_told(whole, tmp_path):
+    folder = as_if_killed_after(whole, tmp_path, 3)
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join([lines[0], *lines[2:]]))
+    with pytest.warns(UserWarning, match="does not have each step up to 3 once"):
+        train(tmp_path, "--mesh", "2", *EVERY)
+
+
 def test_a_snapshot_of_something_else(tmp_path, capsys):
     store = SnapshotStore(tmp_path / "snapshots")
     store.save({"x": jnp.ones(3)}, 1, {})
