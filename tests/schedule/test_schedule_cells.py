@@ -31,7 +31,8 @@ def test_by_hand():
 @settings(deadline=None, max_examples=60)
 @given(schedule=tables(least_stages=1))
 def test_any_table_comes_back(schedule):
-    again = schedule_from_cells(np.array(schedule_to_cells(schedule)), hop=schedule.hop)
+    cells = np.array(schedule_to_cells(schedule))
+    again = schedule_from_cells(cells, hop=schedule.hop, folded=schedule.folded)
     for field in ARRAYS:
         busy = np.flatnonzero(schedule.op.any(axis=1)).max() + 1
         np.testing.assert_array_equal(getattr(again, field), getattr(schedule, field)[:busy])
