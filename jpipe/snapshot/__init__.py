@@ -2,15 +2,15 @@
 
 from jpipe.snapshot.leaves import MismatchError
 from jpipe.snapshot.manifest import DamageError, Manifest
-from jpipe.snapshot.store import (
+from jpipe.snapshot.reader import (
     Snapshot,
     SnapshotError,
-    SnapshotStore,
     newest_good,
     read_snapshot,
     snapshot_folders,
     when_taken,
 )
+from jpipe.snapshot.store import SnapshotStore
 
 __all__ = [
     "DamageError",

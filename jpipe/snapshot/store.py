@@ -1,161 +1,46 @@
 """Snapshots in a folder: written by Orbax in the background, there as a whole or not at all.
 
-Orbax writes and reads the arrays, but gives back whatever it finds in its files; so every part of
-every array has a checksum in a manifest, which is compared before anything is used.
+Orbax writes the arrays; beside them lies a manifest with the checksum of every part of each.
 """
 
 import contextlib
 import dataclasses
 import json
 import os
-import re
 import shutil
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from numpy.typing import NDArray
 
 from jpipe.files import write_atomically
 from jpipe.processes import anywhere
-from jpipe.snapshot.leaves import places, raw, rebuild
+from jpipe.snapshot.leaves import places, raw
 from jpipe.snapshot.manifest import (
     FILE,
     Copies,
-    DamageError,
     Manifest,
     checked,
     copy_shards,
     merge,
 )
+from jpipe.snapshot.reader import (
+    ARRAYS,
+    SnapshotError,
+    first_line,
+    folder_name,
+    snapshot_folders,
+    when_taken,
+)
 
 Tree = Any
 
-_NAME = re.compile(r"step-(\d{8,})(?:\+(\d+))?")
 _WRITING, _DELETED = ".writing-", ".deleted-"
-_STATE = "state"
 _PATIENCE = 600.0  # seconds that processes wait for each other's part of a snapshot
-
-
-class SnapshotError(OSError):
-    """A snapshot could not be written, or none can be read."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
-    """A snapshot that was read, and found to be what was written.
-
-    Attributes:
-        path: its folder.
-        manifest: what it holds.
-        arrays: by name, on the host.
-    """
-
-    path: Path
-    manifest: Manifest
-    arrays: Mapping[str, NDArray[Any]]
-
-    def restore(self, state: Tree, prefix: str = "") -> tuple[Tree, list[str]]:
-        """The state that was saved, or a part of it, laid out as another is; see `rebuild`.
-
-        Args:
-            state: a state of the structure, shapes and shardings that are wanted.
-            prefix: what the names of the part begin with, such as `['state']`.
-        """
-        stored, arrays = {}, {}
-        for name, leaf in self.manifest.leaves.items():
-            if name.startswith(prefix):
-                own = dataclasses.replace(
-                    leaf.place,
-                    name=name.removeprefix(prefix),
-                    part=leaf.place.part.removeprefix(prefix),
-                )
-                stored[own.name], arrays[own.name] = own, self.arrays[name]
-        return rebuild(state, stored, arrays)
-
-
-def read_snapshot(path: Path) -> Snapshot:
-    """Read a snapshot, and compare it with its checksums.
-
-    Args:
-        path: its folder.
-
-    Raises:
-        DamageError: if anything is missing or differs.
-    """
-    try:
-        manifest = Manifest.from_bytes((path / FILE).read_bytes())
-    except FileNotFoundError as error:
-        raise DamageError("it has no manifest: it is empty, or half-written") from error
-    except OSError as error:
-        raise DamageError(f"its manifest cannot be read: {error.strerror}") from error
-    restore = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in manifest.leaves}
-    # By itself: others may read at other times, or not at all.
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=None,
-        active_processes={jax.process_index()},
-        barrier_sync_key_prefix=f"process{jax.process_index()}",
-    )
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
-    try:
-        with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
-            arrays = checkpointer.restore(
-                path.absolute() / _STATE, args=ocp.args.PyTreeRestore(restore_args=restore)
-            )
-    except Exception as error:  # whatever a damaged file makes of Orbax
-        raise DamageError(f"its arrays cannot be read: {_first_line(error)}") from error
-    missing = manifest.leaves.keys() - arrays.keys()
-    if missing:
-        raise DamageError(f"it has no {sorted(missing)[0]}")
-    manifest.check(arrays)
-    return Snapshot(path, manifest, arrays)
-
-
-def snapshot_folders(folder: Path) -> list[Path]:
-    """The folders of snapshots in a folder, oldest first; they may be damaged."""
-    if not folder.is_dir():
-        return []
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=when_taken)
-
-
-def when_taken(path: Path) -> tuple[int, int]:
-    """Step and microbatch of a snapshot, by the name of its folder, see `snapshot_folders`."""
-    found = _NAME.fullmatch(path.name)
-    assert found is not None
-    return int(found[1]), int(found[2] or 0)
-
-
-def newest_good(folder: Path) -> Snapshot | None:
-    """The newest snapshot that is as it was written; a warning names each that is not.
-
-    Args:
-        folder: where the snapshots are.
-
-    Returns:
-        The snapshot; None if there is none at all.
-
-    Raises:
-        SnapshotError: if there are some, and none is good.
-    """
-    candidates = snapshot_folders(folder)
-    for path in reversed(candidates):
-        try:
-            return read_snapshot(path)
-        except DamageError as error:
-            warnings.warn(f"snapshot {path} is damaged and left out: {error}", stacklevel=2)
-    if candidates:
-        raise SnapshotError(
-            f"none of the {len(candidates)} snapshots in {folder} is good; to begin anew, use "
-            "another folder, or remove them"
-        )
-    return None
 
 
 class SnapshotStore:
@@ -218,7 +103,7 @@ class SnapshotStore:
         }
         if not arrays:
             raise ValueError("state holds no numbers; there is nothing to save")
-        name = _folder_name(step, microbatch)
+        name = folder_name(step, microbatch)
         partial = self.folder / f"{_WRITING}{name}"
         failed: OSError | None = None
         if jax.process_index() == 0:
@@ -232,7 +117,7 @@ class SnapshotStore:
         try:
             copies = [(place, copy_shards(array)) for place, array in arrays.values()]
             self._checkpointer.save(
-                partial.absolute() / _STATE,
+                partial.absolute() / ARRAYS,
                 args=ocp.args.PyTreeSave({name: array for name, (_, array) in arrays.items()}),
             )
         except Exception as error:
@@ -362,10 +247,6 @@ class SnapshotStore:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _folder_name(step: int, microbatch: int) -> str:
-    return f"step-{step:08d}" + (f"+{microbatch}" if microbatch else "")
-
-
 def _part(partial: Path, process: int) -> Path:
     return partial / f"{process}-{FILE}"
 
@@ -404,8 +285,4 @@ def _leaves(state: Tree) -> Iterator[jax.Array]:
 
 
 def _failed(name: str, error: BaseException) -> str:
-    return f"the snapshot {name} could not be written: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return f"the snapshot {name} could not be written: {first_line(error)}"

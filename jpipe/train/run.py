@@ -333,10 +333,8 @@ class Run:
     ) -> None:
         """Write everything, then show what the model has learned."""
         setup, folder = self.setup, self.setup.folder
-        last, ends_early = (
-            int(state.step),
-            interrupt.requested,
-        )  # whatever may be heard from here on
+        last = int(state.step)
+        ends_early = interrupt.requested  # whatever may be heard from here on
         if ends_early:
             self._say(f"interrupted after step {last}; writing everything")
         final = self._evaluate(last, state, programs)
