@@ -1,35 +1,28 @@
-"""One run of the command: compile, train, validate, write."""
+"""One run of the command: train, validate, write."""
 
 import contextlib
 import math
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from flax import serialization
 from rich.console import Console
 
 from jpipe.cli import FAILED
-from jpipe.memory import Memory, memory_of
 from jpipe.optim import LossScaleError, check_loss_scale, loss_scale_state
-from jpipe.pipeline import batch_sharding, pipeline_evaluate
 from jpipe.processes import is_main, place_batch
 from jpipe.schedule import save_figure
 from jpipe.train.interrupt import Interrupt
 from jpipe.train.plot import draw_losses
+from jpipe.train.programs import Programs, compile_programs
 from jpipe.train.report import describe_loss, describe_phases, make_progress, print_header
 from jpipe.train.run_folder import SUMMARY
 from jpipe.train.run_snapshots import RunSnapshots
 from jpipe.train.setup import Setup
-from jpipe.train.stepper import DamagedError, Stepper
-from jpipe.train_step import (
-    Metrics,
-    TrainState,
-    abstract_train_state,
-    init_train_state,
-    make_reference_step,
-)
+from jpipe.train.stepper import DamagedError
+from jpipe.train_step import Metrics, TrainState, init_train_state
 from jpipe.watchdog import APART, Watchdog
 
 _REPEATS = 3  # of a step that arrives damaged
@@ -38,15 +31,6 @@ _REPEATS = 3  # of a step that arrives damaged
 class StepError(ArithmeticError):
     """A step that leads nowhere: its loss or gradient norm is infinite or not a number, or what
     stages send each other is damaged again and again."""
-
-
-class Programs(NamedTuple):
-    """The compiled programs of a run, and what a step needs of memory."""
-
-    stepper: Stepper
-    evaluate: Any
-    memory: Memory
-    memory_alone: Memory | None
 
 
 class Run:
@@ -85,7 +69,7 @@ class Run:
             self._closing_snapshots(),
         ):
             with interrupt.nothing_to_lose():
-                programs = self._compile()
+                programs = compile_programs(setup, self._phase)
                 print_header(self.console, setup, programs.memory, programs.memory_alone)
                 self._say(f"start-up: {describe_phases(self.startup)}")
                 if setup.options.dry_run:
@@ -154,50 +138,6 @@ class Run:
             if "validation_loss" in row:
                 self.validation[row["step"]] = row["validation_loss"]
         return jax.block_until_ready(state), within
-
-    def _compile(self) -> Programs:
-        setup, task = self.setup, self.setup.task
-        stages = task.model.stages
-
-        def batch(num_microbatches: int, sharding: Any) -> list[jax.ShapeDtypeStruct]:
-            return [
-                jax.ShapeDtypeStruct((num_microbatches, *a.shape), a.dtype, sharding=sharding)
-                for a in (task.inputs, task.targets)
-            ]
-
-        sharding = batch_sharding(setup.mesh)
-        num_validation = task.validation[0].shape[0]
-        with self._phase("tracing the step"):
-            state = abstract_train_state(
-                task.init, setup.optimizer, setup.mesh, partition=stages.partition
-            )
-            stepper = Stepper(setup, state, batch(setup.options.microbatches, sharding))
-        with self._phase("compiling the step"):
-            stepper.compile()
-        with self._phase("compiling the evaluation"):
-            evaluate = pipeline_evaluate(
-                task.model.eval_stages, task.loss, setup.mesh, has_aux=True
-            )
-            of_validation = batch(num_validation, sharding)
-            compiled_evaluate = setup.compile(
-                evaluate.lower(state.params, *of_validation, state.model_state)
-            )
-        return Programs(
-            stepper=stepper,
-            evaluate=compiled_evaluate,
-            memory=memory_of(stepper.compiled),
-            memory_alone=self._memory_alone(batch(setup.options.microbatches, None)),
-        )
-
-    def _memory_alone(self, batch: list[jax.ShapeDtypeStruct]) -> Memory | None:
-        """Of the same step on one device; not asked for where stages differ: it takes too long."""
-        task, optimizer = self.setup.task, self.setup.optimizer_alone
-        if task.model.split_points is not None:
-            return None
-        with self._phase("compiling for one device, to compare memory"):
-            alone = make_reference_step(task.model.stages, task.loss, optimizer)
-            state = abstract_train_state(task.init, optimizer)
-            return memory_of(self.setup.compile(alone.lower(state, *batch)))
 
     def _train(
         self,
