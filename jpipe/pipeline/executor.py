@@ -223,7 +223,7 @@ class Executor:
             kept=stash.empty(int(slots.max()), self._splits[0].kept),
             kept_by_stem=stash.empty(int(slots[0]), self._split_stem.kept),
             left=stash.empty(weight_slots, self._halves[0].left) if self._halves else [],
-            tops=stash.empty(int(slots[self._top]), payload),
+            tops=stash.empty(int(slots[self.schedule.stage_of(self.schedule.last)]), payload),
             moving=self.own.moving,
             grads=jax.tree.map(
                 lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)),
@@ -263,32 +263,16 @@ class Executor:
         """The payload that a row reads, compared with its checksum and address."""
         if not self.verify:
             return letter, carry
-        v, last = self._virtual_stage(row), self.schedule.last
-        mismatch = first_mismatch(letter, row, v, last, carry.mismatch)
+        mismatch = first_mismatch(letter, row, self.schedule.last, carry.mismatch)
         return letter.payload, carry._replace(mismatch=mismatch)
 
     def _seal(self, made: Tree, row: Row) -> Tree:
         """What a row made, with its checksum and address."""
-        if not self.verify:
-            return made
-        return seal(made, row, self._virtual_stage(row), self.schedule.last)
-
-    def _virtual_stage(self, row: Row) -> jax.Array:
-        stage, num_stages = jax.lax.axis_index(self.axis), self.schedule.num_stages
-        nth = jnp.where(row.chunk % 2, num_stages - 1 - stage, stage)
-        return row.chunk * num_stages + (nth if self.schedule.folded else stage)
-
-    @property
-    def _top(self) -> int:
-        """The stage that runs the head."""
-        return self.schedule.stage_of(self.schedule.last)
+        return seal(made, row, self.schedule.last) if self.verify else made
 
     def _ends(self, row: Row) -> tuple[jax.Array, jax.Array]:
         """Whether a row is of the first, or of the last of all virtual stages."""
-        stage = jax.lax.axis_index(self.axis)
-        first = (stage == 0) & self._runs(0, row)
-        last = (stage == self._top) & self._runs(self._chunks[-1], row)
-        return first, last
+        return row.virtual == 0, row.virtual == self.schedule.last
 
     def _operate(
         self, payload: Tree, carry: Carry, row: Row, ops: frozenset[Op]

@@ -18,6 +18,7 @@ class Row(NamedTuple):
         op: a value of `Op`.
         microbatch: which microbatch; meaningless where the stage idles.
         chunk: which of the stage's chunks; meaningless where the stage idles.
+        virtual: the virtual stage that this is; meaningless where the stage idles.
         slot: where the stage keeps what a forward leaves.
         weight_slot: where it keeps what a backward leaves for the weight gradient.
         read: where in the inbox the operation's input lies.
@@ -29,6 +30,7 @@ class Row(NamedTuple):
     op: jax.Array
     microbatch: jax.Array
     chunk: jax.Array
+    virtual: jax.Array
     slot: jax.Array
     weight_slot: jax.Array
     read: jax.Array
@@ -106,6 +108,7 @@ def table_rows(schedule: Schedule, inbox: Inbox, axis: str) -> tuple[list[Beat],
             op=column(schedule.op, ahead),
             microbatch=column(schedule.microbatch, ahead),
             chunk=column(schedule.chunk, ahead),
+            virtual=column(schedule.virtual_stage, ahead),
             slot=column(slot, ahead),
             weight_slot=column(weight_slot, ahead),
             read=column(inbox.read, ahead),

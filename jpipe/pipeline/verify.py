@@ -36,16 +36,15 @@ class Sealed(NamedTuple):
     address: jax.Array
 
 
-def seal(payload: Tree, row: Row, v: jax.Array, last: int) -> Sealed:
+def seal(payload: Tree, row: Row, last: int) -> Sealed:
     """What a row made, with checksum and address where somebody is to read it, else with zeros.
 
     Args:
         payload: what it made.
         row: the row.
-        v: its virtual stage.
-        last: the last of all.
+        last: the last of all virtual stages.
     """
-    forward, backward = row.op == Op.FORWARD, row.op == Op.BACKWARD
+    v, forward, backward = row.virtual, row.op == Op.FORWARD, row.op == Op.BACKWARD
 
     def sign(_: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         return device_crc32(payload), _address(row, jnp.where(forward, v + 1, v - 1))
@@ -54,16 +53,16 @@ def seal(payload: Tree, row: Row, v: jax.Array, last: int) -> Sealed:
     return Sealed(payload, *when(travels, sign, (jnp.uint32(0), jnp.zeros(3, jnp.int32))))
 
 
-def first_mismatch(sealed: Sealed, row: Row, v: jax.Array, last: int, before: Any) -> jax.Array:
+def first_mismatch(sealed: Sealed, row: Row, last: int, before: Any) -> jax.Array:
     """The first tick in which a stage read something else than what was sent to it.
 
     Args:
         sealed: what lies ready to be read.
         row: the row, which may read it.
-        v: as for `seal`.
         last: as for `seal`.
         before: the first such tick so far, or `INTACT`; int32 scalar.
     """
+    v = row.virtual
     reads = ((row.op == Op.FORWARD) & (v > 0)) | ((row.op == Op.BACKWARD) & (v < last))
 
     def compare(before: jax.Array) -> jax.Array:
