@@ -57,16 +57,25 @@ def topology(name: str) -> list[jax.Device]:
         name: one of `TARGETS`.
 
     Raises:
-        ValueError: if there is no such target, or the package that compiles for it is missing.
+        ValueError: if there is no such target, or the package that compiles for it is missing or
+            could not be loaded.
     """
     if name not in TARGETS:
         raise ValueError(f"name={name!r} is no target; choose from {', '.join(TARGETS)}")
     if name in _GPUS:
         _require(_CUDA_PLUGINS, name, "jax[cuda12-local]")
         description = resources.files("jpipe").joinpath("gpus", f"{name}.txtpb").read_text()
-        found = topologies.get_topology_desc(
-            platform="cuda", target_config=description, topology=f"1x1x{NUM_DEVICES}"
-        )
+        try:
+            found = topologies.get_topology_desc(
+                platform="cuda", target_config=description, topology=f"1x1x{NUM_DEVICES}"
+            )
+        except NotImplementedError as error:
+            # JAX looks for the CUDA libraries before it loads the plugin, unless told not to use it.
+            raise ValueError(
+                f"name={name!r}: JAX found the compiler's package but did not load it, which it "
+                "does not without CUDA libraries; set the environment variable JAX_PLATFORMS=cpu "
+                "before the program starts, with which it does not look for them"
+            ) from error
         return list(found.devices)
     _require(("libtpu",), name, "jax[tpu]")
     tpu = _TPUS[name]

@@ -1,10 +1,13 @@
 """What the pipeline costs: CPU time of a step against plain gradient accumulation on one device.
 
-    python experiments/overhead/measure.py [--microbatches 8] [--rounds 10]
+    python experiments/overhead/measure.py [--microbatches 8] [--rounds 10] [--processes 1]
 
 Both sides run the same model in the same process, in turn: loss and gradients, no optimizer, fp32.
 The loop never recomputes. The stages are simulated devices that share the CPU's cores, so process
 CPU time is what counts: it is the sum over all stages of the work they do. Prints JSON lines.
+
+One process after another may come to other ratios, above all as the loop takes 1.3 s in one and
+1.5 s in the next. With several processes the ratios of each are summed up at the end.
 """
 
 import argparse
@@ -13,8 +16,10 @@ import importlib.metadata
 import json
 import os
 import platform
+import resource
 import statistics
-import time
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -46,8 +51,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
     args = parser.parse_args()
+    if args.processes > 1:
+        measure_often(args.processes)
+    else:
+        measure(args)
+
+
+def measure_often(processes: int) -> None:
+    """Measure in one process after another, and sum up."""
+    ratios: dict[str, list[float]] = {}
+    for _ in range(processes):
+        command = [sys.executable, *sys.argv, "--processes", "1"]
+        printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        print(printed, end="", flush=True)
+        for row in map(json.loads, printed.splitlines()[1:]):
+            name = f"{row['schedule']}, recompute {row['recompute']}"
+            ratios.setdefault(name, []).append(row["cpu_ratio"])
+    for name, values in ratios.items():
+        lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
+        quartiles = [round(value, 3) for value in (lower, median, upper)]
+        print(json.dumps({"program": name, "cpu_ratio_quartiles": quartiles}))
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Measure in this process."""
     simulate_devices(STAGES)
 
     plain = make_model("none")
@@ -71,20 +101,21 @@ def main() -> None:
             run = pipeline_value_and_grad(stages, next_token_loss, mesh, schedule)
             programs[schedule, recompute] = run.lower(*there).compile(), there
 
-    cpu = {key: [] for key in programs}
-    wall = {key: [] for key in programs}
+    used = {key: [] for key in programs}
     for round_ in range(args.rounds + 1):  # the first warms up
         for key, (program, arguments) in programs.items():
             # Training runs one step after the other. The first after a pause pays for memory that
             # the system took back meanwhile, the more the more a program needs: it does not count.
             jax.block_until_ready(program(*arguments))
-            cpu_start, wall_start = time.process_time(), time.perf_counter()
+            before = resource.getrusage(resource.RUSAGE_SELF)
             jax.block_until_ready(program(*arguments))
+            after = resource.getrusage(resource.RUSAGE_SELF)
             if round_:
-                cpu[key].append(time.process_time() - cpu_start)
-                wall[key].append(time.perf_counter() - wall_start)
+                used[key].append([b - a for a, b in zip(before, after, strict=True)])
 
-    base = statistics.median(cpu["one device", "none"])
+    # The first fields: seconds in the program, seconds in the kernel for it.
+    cpu = {key: statistics.median(sum(row[:2]) for row in rows) for key, rows in used.items()}
+    system = {key: statistics.median(row[1] for row in rows) for key, rows in used.items()}
     facts = {
         "date": datetime.date.today().isoformat(),
         "processor": platform.processor() or platform.machine(),
@@ -101,9 +132,9 @@ def main() -> None:
         row = {
             "schedule": schedule,
             "recompute": recompute,
-            "cpu_ratio": round(statistics.median(cpu[key]) / base, 3),
-            "cpu_seconds": round(statistics.median(cpu[key]), 3),
-            "wall_seconds": round(statistics.median(wall[key]), 3),
+            "cpu_ratio": round(cpu[key] / cpu["one device", "none"], 3),
+            "cpu_seconds": round(cpu[key], 3),
+            "of_it_in_the_kernel_seconds": round(system[key], 3),
             "temp_megabytes": round(program.memory_analysis().temp_size_in_bytes / 1e6, 1),
         }
         print(json.dumps(row))

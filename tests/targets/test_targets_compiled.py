@@ -53,6 +53,20 @@ def test_stash_and_sums_are_never_copied(found):
     assert not copies
 
 
+def test_nothing_fills_the_stash(found):
+    """Every slot is written before it is read; only sums of gradients have to begin with zeros."""
+    entry = found.program.computations[found.program.entry]
+    (start,) = (i for i in entry if i.name == found.program.loop.operands[0])
+    made = {i.name: i for i in entry}
+    kept = [
+        made[name]
+        for name in start.operands
+        if {shape[:1] for _, shape in made[name].arrays} == {(found.num_kept,)}
+    ]
+    assert len(kept) > 5
+    assert all("AllocateBuffer" in i.text for i in kept)
+
+
 @pytest.mark.parametrize(
     "schedule", ["interleaved", "zero-bubble", "zero-bubble-overlap", "zero-bubble-v"]
 )

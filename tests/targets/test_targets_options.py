@@ -65,3 +65,13 @@ def test_a_missing_compiler_is_named(target, package, monkeypatch):
     with pytest.raises(ValueError, match="is not installed") as caught:
         targets.topology(target)
     assert package in str(caught.value)
+
+
+def test_a_compiler_that_is_not_loaded_says_how(monkeypatch):
+    def unknown(*args, **options):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda module: module)
+    monkeypatch.setattr(targets.topologies, "get_topology_desc", unknown)
+    with pytest.raises(ValueError, match="name='h100'.*JAX_PLATFORMS=cpu"):
+        targets.topology("h100")
