@@ -70,7 +70,7 @@ def topology(name: str) -> list[jax.Device]:
                 platform="cuda", target_config=description, topology=f"1x1x{NUM_DEVICES}"
             )
         except NotImplementedError as error:
-            # JAX looks for the CUDA libraries before it loads the plugin, unless told not to use it.
+            # JAX looks for CUDA libraries before it loads the plugin, unless told not to use it.
             raise ValueError(
                 f"name={name!r}: JAX found the compiler's package but did not load it, which it "
                 "does not without CUDA libraries; set the environment variable JAX_PLATFORMS=cpu "

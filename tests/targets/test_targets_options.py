@@ -73,5 +73,5 @@ def test_a_compiler_that_is_not_loaded_says_how(monkeypatch):
 
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda module: module)
     monkeypatch.setattr(targets.topologies, "get_topology_desc", unknown)
-    with pytest.raises(ValueError, match="name='h100'.*JAX_PLATFORMS=cpu"):
+    with pytest.raises(ValueError, match=r"name='h100'.*JAX_PLATFORMS=cpu"):
         targets.topology("h100")
