@@ -91,10 +91,13 @@ def _places_of_stage(at: str, prefix: str, own: Any) -> Iterator[Place]:
             yield Place(name, name)
 
 
-def raw(leaf: Any) -> Any:
+def raw(leaf: jax.Array) -> jax.Array:
     """A leaf as plain numbers: the data of a typed PRNG key."""
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else leaf
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 class MismatchError(ValueError):
@@ -105,7 +108,8 @@ def rebuild(state: Tree, stored: Mapping[str, Place], arrays: Arrays) -> tuple[T
     """A state with the arrays of another.
 
     Args:
-        state: a state of the structure, shapes and shardings that are wanted.
+        state: a state of the structure, shapes and shardings that are wanted: arrays, or
+            `jax.ShapeDtypeStruct`, which take no memory.
         stored: what each array holds.
         arrays: by name.
 
@@ -134,13 +138,13 @@ def rebuild(state: Tree, stored: Mapping[str, Place], arrays: Arrays) -> tuple[T
         return array if place.stacked is None else array[k]
 
     for leaf, place in zip(leaves, places(state), strict=True):
-        wanted = raw(leaf)
+        wanted = jax.eval_shape(raw, leaf)
         if not wanted.size:
-            found.append(leaf)
+            found.append(_put(np.zeros(wanted.shape, wanted.dtype), leaf))
             continue
         array = arrays.get(place.name)
         same = array is not None and array.shape == wanted.shape
-        if place.own and not same:
+        if place.own and not same and isinstance(leaf, jax.Array):
             left.append(place.name)
             unused.discard(place.name)
             found.append(leaf)
@@ -166,11 +170,12 @@ def rebuild(state: Tree, stored: Mapping[str, Place], arrays: Arrays) -> tuple[T
     return jax.tree.unflatten(structure, found), left
 
 
-def _put(array: NDArray[Any], like: jax.Array) -> jax.Array:
-    """An array where another lies."""
-    plain = raw(like)
-    sharding = like.sharding if plain is like else plain.sharding
+def _put(array: NDArray[Any], like: Any) -> jax.Array:
+    """An array where another lies, or shall lie."""
+    sharding = like.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     new = jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-    if plain is like:
+    if not _is_key(like):
         return new
-    return jax.random.wrap_key_data(new, impl=jax.random.key_impl(like))
+    kinds: list[Any] = []
+    jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), like)
+    return jax.random.wrap_key_data(new, impl=kinds[0])

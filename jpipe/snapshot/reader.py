@@ -24,7 +24,10 @@ Tree = Any
 ARRAYS = "state"
 """What in a snapshot's folder Orbax writes."""
 
-_NAME = re.compile(r"step-(\d{8,})(?:\+(\d+))?")
+ASIDE = "~"
+"""What the name of a snapshot ends with while another takes its place."""
+
+_NAME = re.compile(rf"step-(\d{{8,}})(?:\+(\d+))?{ASIDE}?")
 
 
 class SnapshotError(OSError):
@@ -49,7 +52,8 @@ class Snapshot:
         """The state that was saved, or a part of it, laid out as another is; see `rebuild`.
 
         Args:
-            state: a state of the structure, shapes and shardings that are wanted.
+            state: a state of the structure, shapes and shardings that are wanted: arrays, or
+                `jax.ShapeDtypeStruct`, which take no memory, see `abstract_train_state`.
             prefix: what the names of the part begin with, such as `['state']`.
         """
         stored, arrays = {}, {}
@@ -106,7 +110,7 @@ def snapshot_folders(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=when_taken)
+    return sorted(found, key=lambda path: (*when_taken(path), not path.name.endswith(ASIDE)))
 
 
 def when_taken(path: Path) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """One run of the command: train, validate, write."""
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Iterator
@@ -124,13 +125,14 @@ class Run:
     def _state(self, programs: Programs) -> tuple[TrainState, tuple[Any, int] | None]:
         """A fresh one, or that of the snapshot to go on from, and what is held within its step."""
         setup = self.setup
-        state = init_train_state(
+        fresh = functools.partial(
+            init_train_state,
             setup.task.init,
             setup.optimizer,
             setup.mesh,
             partition=setup.task.model.stages.partition,
         )
-        state, within = self.snapshots.restore(state, programs.stepper.carry)
+        state, within = self.snapshots.restore(fresh, programs.stepper.carry)
         for row in setup.folder.rewind(int(state.step)):
             self.skipped += row.get("skipped", False)
             if "loss" in row and not row.get("skipped"):

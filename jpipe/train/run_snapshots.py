@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jpipe.optim import PerDevice
 from jpipe.processes import anywhere
 from jpipe.snapshot import (
     MismatchError,
@@ -42,11 +43,15 @@ class RunSnapshots:
                 keep_every=options.keep_every,
             )
 
-    def restore(self, state: TrainState, carry: Any | None) -> tuple[TrainState, Any | None]:
+    def restore(
+        self, fresh: Callable[[], TrainState], carry: Any | None
+    ) -> tuple[TrainState, Any | None]:
         """What the run goes on from: a state, and in the middle of a step what is held there.
 
+        The snapshot is let go of afterwards: on the host it may be larger than all else.
+
         Args:
-            state: a fresh one.
+            fresh: makes a fresh state.
             carry: shapes and shardings of what is held within a step; None if that is not asked
                 for.
 
@@ -57,12 +62,12 @@ class RunSnapshots:
         Raises:
             MismatchError: if the snapshot is that of another model.
         """
-        snapshot = self._setup.snapshot
+        snapshot, self._setup.snapshot = self._setup.snapshot, None
         if snapshot is None:
-            return state, None
+            return fresh(), None
         try:
             restored: TrainState
-            restored, left = snapshot.restore(state, f"['{_STATE}']")
+            restored, left = snapshot.restore(_outline(fresh()), f"['{_STATE}']")
         except MismatchError as error:
             raise MismatchError(f"{snapshot.path} does not fit: {error}") from error
         manifest, within = snapshot.manifest, None
@@ -200,3 +205,18 @@ class RunSnapshots:
             if self._setup.options.snapshot_errors == "end":
                 raise
             self._say(f"warning: {error}; going on without it")
+
+
+def _outline(state: TrainState) -> TrainState:
+    """A state without its memory, for which a device may not have room twice.
+
+    What each device has of its own stays: a snapshot from another mesh does not have it.
+    """
+
+    def outline(node: Any) -> Any:
+        if isinstance(node, PerDevice):
+            return node
+        return jax.ShapeDtypeStruct(node.shape, node.dtype, sharding=node.sharding)
+
+    outlined: TrainState = jax.tree.map(outline, state, is_leaf=lambda n: isinstance(n, PerDevice))
+    return outlined

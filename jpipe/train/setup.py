@@ -32,7 +32,7 @@ from jpipe.train.vision import VisionTask
 from jpipe.watchdog import APART, Watchdog
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Setup:
     """Everything a run needs.
 
@@ -47,7 +47,7 @@ class Setup:
         optimizer: the optimizer.
         optimizer_alone: the same on one device, where nothing travels.
         folder: where the run writes to.
-        snapshot: what to go on from; None to begin anew.
+        snapshot: what to go on from; None to begin anew, and once it has been restored.
     """
 
     options: TrainOptions

@@ -68,6 +68,25 @@ def test_typed_keys_and_empty_arrays(tmp_path):
     assert jax.random.key_impl(restored["key"]) == jax.random.key_impl(state["key"])
 
 
+def test_shapes_are_enough_to_restore(tmp_path):
+    state, _, _ = trained()
+    state = {"trained": state, "key": jax.random.key(3, impl="rbg"), "none": jnp.zeros((0, 3))}
+    write(tmp_path, state=state)
+
+    def shape(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+    restored, left = newest_good(tmp_path).restore(jax.tree.map(shape, state))
+    assert bits(restored) == bits(state)
+    assert left == []
+    for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+        assert a.sharding == b.sharding
+    nowhere = jax.eval_shape(lambda: STATE)
+    write(tmp_path / "small", state=STATE)
+    small, _ = newest_good(tmp_path / "small").restore(nowhere)
+    assert bits(small) == bits(STATE)
+
+
 def test_nothing_to_go_on_from(tmp_path):
     assert newest_good(tmp_path) is None
     assert newest_good(tmp_path / "nowhere") is None
@@ -190,6 +209,37 @@ def test_the_same_step_again(tmp_path):
     write(tmp_path)
     write(tmp_path, state={**STATE, "n": jnp.int32(4)})
     assert int(newest_good(tmp_path).arrays["['n']"]) == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_killed_while_the_same_step_takes_its_place(tmp_path):
+    """The one before is out of the way by then, and must still be found."""
+    write(tmp_path)
+    code = f"""
+    import os
+    from pathlib import Path
+    import jax.numpy as jnp
+    from jpipe.snapshot import SnapshotStore
+
+    replace = os.replace
+
+    def dying(source, target):
+        if Path(target).name == "step-00000001":
+            print("there", flush=True)
+            os._exit(0)
+        replace(source, target)
+
+    os.replace = dying
+    store = SnapshotStore(Path({str(tmp_path)!r}))
+    store.save({{"n": jnp.int32(5)}}, 1, {{}})
+    store.close()
+    """
+    assert printed(code) == ["there"]
+    assert int(newest_good(tmp_path).arrays["['n']"]) == 3
+    write(tmp_path, (1, 2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+    write(tmp_path, (1, 2), keep_last=1)
+    assert newest_good(tmp_path).manifest.step == 2
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

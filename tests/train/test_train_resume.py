@@ -1,16 +1,19 @@
 """A run that ended goes on where its last good snapshot was taken, with the same numbers."""
 
 import errno
+import gc
 import json
 import os
 import shutil
 import signal
+import weakref
 
+import jax
 import jax.numpy as jnp
 import pytest
 from train.test_train_run import SMALL, metrics, train
 
-from jpipe.snapshot import SnapshotError, SnapshotStore, snapshot_folders
+from jpipe.snapshot import Snapshot, SnapshotError, SnapshotStore, leaves, snapshot_folders
 from jpipe.train.__main__ import main
 from jpipe.train.run_folder import RunFolder
 from jpipe.train.stepper import Stepper
@@ -69,6 +72,38 @@ def test_goes_on_bit_by_bit(whole, tmp_path, capsys, step):
     assert train(tmp_path, "--mesh", "2", *EVERY) == folder
     assert f"going on after step {step}" in capsys.readouterr().out
     assert_same_run(folder, whole)
+
+
+def test_goes_on_without_room_for_two_states(whole, tmp_path, monkeypatch):
+    """Neither on the devices, where a fresh one shows the way, nor on the host."""
+    as_if_killed_after(whole, tmp_path, 3)
+    live, sizes, snapshots, freed = [], [], [], []
+    put, restore, take = leaves._put, Snapshot.restore, Stepper.take
+
+    def watched_put(array, like):
+        live.append(sum(a.nbytes for a in jax.live_arrays()))
+        sizes.append(array.nbytes)
+        return put(array, like)
+
+    def watched_restore(snapshot, *args):
+        snapshots.append(weakref.ref(snapshot))
+        return restore(snapshot, *args)
+
+    def watched_take(*args):
+        gc.collect()
+        freed.append(snapshots[0]() is None)
+        return take(*args)
+
+    monkeypatch.setattr(leaves, "_put", watched_put)
+    monkeypatch.setattr(Snapshot, "restore", watched_restore)
+    monkeypatch.setattr(Stepper, "take", watched_take)
+    gc.collect()
+    before = sum(a.nbytes for a in jax.live_arrays())
+    train(tmp_path, "--mesh", "2", *EVERY)
+    assert live[0] - before < sum(sizes) / 4
+    assert live[-1] - before < sum(sizes) * 1.25
+    assert all(freed)
+    assert len(freed) == 2
 
 
 def test_begins_anew_where_there_is_no_snapshot_yet(whole, tmp_path):
