@@ -29,6 +29,7 @@ PICTURED = {
     "jpipe/interleaved/none": "C9^-",
     "jpipe/interleaved/stage": "C9^--",
     "jpipe/zero-bubble/none": "C4s-",
+    "jpipe/zero-bubble-v/none": "C6v-",
 }
 """What the picture shows, in which style; dashed is recompute."""
 LEGEND = """\
