@@ -5,6 +5,9 @@ python tools/snapshots.py list runs/gpt-...       # what there is; fast, reads t
 python tools/snapshots.py verify runs/gpt-...     # read every byte; exit status 1 if any is damaged
 python tools/snapshots.py diff SNAPSHOT SNAPSHOT  # where two differ, and by how much
 ```
+
+Snapshots within a step of equal runs may differ in slots of the stash that nothing is in: accelerators
+do not clear them.
 """
 
 import argparse

@@ -6,6 +6,7 @@ Every stage runs the same program, so all have as many slots as the stage that n
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 Tree = Any
 
@@ -18,10 +19,14 @@ def empty(num_slots: int, contents: Tree) -> Tree:
         contents: pytree of arrays, or of their shapes and dtypes.
 
     Returns:
-        The same pytree with a leading dim of `num_slots`. A slot is always written before it is
-        read, so GPUs and TPUs do not fill them; CPUs fill them with zeros.
+        The same pytree with a leading dim of `num_slots`. Nothing comes of a slot before it is
+        written, so GPUs and TPUs do not fill them; CPUs fill them with zeros.
     """
-    return jax.tree.map(lambda a: jax.lax.empty((num_slots, *a.shape), a.dtype), contents)
+    # Where XLA divides arrays over devices, it gives each the whole of one that nothing fills.
+    mesh = jax.sharding.get_abstract_mesh()
+    divided = any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)
+    make = jnp.zeros if divided else jax.lax.empty
+    return jax.tree.map(lambda a: make((num_slots, *a.shape), a.dtype), contents)
 
 
 def write(buffers: Tree, slot: jax.Array | int, contents: Tree) -> Tree:

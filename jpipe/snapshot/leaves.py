@@ -6,7 +6,7 @@ is noted, the blocks in it, and they are found again wherever they lie in anothe
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -115,12 +115,14 @@ def rebuild(state: Tree, stored: Mapping[str, Place], arrays: Arrays) -> tuple[T
 
     Returns:
         The state, and the names of what was left as it is in `state`: what each device has of its
-        own, on another mesh.
+        own, where its blocks are others than before.
 
     Raises:
-        MismatchError: if an array is missing, left over, or of another shape or dtype.
+        MismatchError: if an array is missing, left over, or of another shape or dtype; or if what
+            would be left as it is has a shape only.
     """
     leaves, structure = jax.tree.flatten(state)
+    moved = _blocks(stored.values()) != _blocks(places(state))
     found, left, unused = [], [], set(arrays)
     blocks = {
         (place.part, place.first + k): (place, k)
@@ -144,7 +146,12 @@ def rebuild(state: Tree, stored: Mapping[str, Place], arrays: Arrays) -> tuple[T
             continue
         array = arrays.get(place.name)
         same = array is not None and array.shape == wanted.shape
-        if place.own and not same and isinstance(leaf, jax.Array):
+        if place.own and (moved or not same):
+            if not isinstance(leaf, jax.Array):
+                raise MismatchError(
+                    f"{place.name} is what each device has of its own, and on this mesh or "
+                    "schedule it begins anew; give arrays for it, as a fresh state has them"
+                )
             left.append(place.name)
             unused.discard(place.name)
             found.append(leaf)
@@ -168,6 +175,11 @@ def rebuild(state: Tree, stored: Mapping[str, Place], arrays: Arrays) -> tuple[T
     if unused:
         raise MismatchError(f"the snapshot has {sorted(unused)[0]}, which is unknown here")
     return jax.tree.unflatten(structure, found), left
+
+
+def _blocks(stored: Iterable[Place]) -> set[tuple[str, int, int | None]]:
+    """Which blocks lie together, by which it is known where each lies."""
+    return {(p.name, p.first, p.stacked) for p in stored if p.first is not None}
 
 
 def _put(array: NDArray[Any], like: Any) -> jax.Array:

@@ -25,9 +25,9 @@ ARRAYS = "state"
 """What in a snapshot's folder Orbax writes."""
 
 ASIDE = "~"
-"""What the name of a snapshot ends with while another takes its place."""
+"""What the name of a snapshot ends with, once or more often, while another takes its place."""
 
-_NAME = re.compile(rf"step-(\d{{8,}})(?:\+(\d+))?{ASIDE}?")
+_NAME = re.compile(rf"step-(\d{{8,}})(?:\+(\d+))?{ASIDE}*")
 
 
 class SnapshotError(OSError):
@@ -110,7 +110,7 @@ def snapshot_folders(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: (*when_taken(path), not path.name.endswith(ASIDE)))
+    return sorted(found, key=lambda path: (*when_taken(path), -path.name.count(ASIDE)))
 
 
 def when_taken(path: Path) -> tuple[int, int]:

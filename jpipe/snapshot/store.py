@@ -73,9 +73,6 @@ class SnapshotStore:
             for path in folder.glob(".*"):
                 if path.name.startswith((_WRITING, _DELETED)):
                     shutil.rmtree(path, ignore_errors=True)
-            for path in folder.glob(f"*{ASIDE}"):
-                if path.with_name(path.name.removesuffix(ASIDE)).exists():
-                    self._try_to_remove(path)
 
     def save(
         self, state: Tree, step: int, extra: Mapping[str, Any], *, microbatch: int = 0
@@ -220,15 +217,16 @@ class SnapshotStore:
         whole = dataclasses.replace(manifest, leaves=merge(parts))
         write_atomically(partial / FILE, whole.to_bytes())
         _sync(partial)
-        aside = final.with_name(final.name + ASIDE)
-        if final.exists():  # of an earlier run to the same step, and perhaps damaged
-            if aside.exists():
-                self._remove(aside)
+        aside = final
+        while aside.exists():  # of an earlier run to the same step, and perhaps damaged
+            aside = aside.with_name(aside.name + ASIDE)
+        if aside != final:
             os.replace(final, aside)  # where it is still found, should this process die here
         os.replace(partial, final)
         _sync_one(self.folder)
-        if aside.exists():
-            self._try_to_remove(aside)
+        for path in self.folder.glob(f"{final.name}{ASIDE}*"):
+            with contextlib.suppress(OSError):  # it only takes room
+                self._remove(path)
 
     def _retire(self, newest: Path) -> None:
         """Remove what is not to be kept; each vanishes at once."""
@@ -244,10 +242,6 @@ class SnapshotStore:
         os.replace(path, gone)
         _sync_one(self.folder)
         shutil.rmtree(gone)
-
-    def _try_to_remove(self, path: Path) -> None:
-        with contextlib.suppress(OSError):  # it only takes room
-            self._remove(path)
 
     def _discard(self, partial: Path) -> None:
         """Remove what failed, whereby the other processes know that it did."""

@@ -1,6 +1,7 @@
 """Where a run begins: at its first step, or where a snapshot was taken."""
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,9 @@ from typing import Any
 
 import jax
 
+import jpipe
 from jpipe.processes import of_main
+from jpipe.schedule import Schedule
 from jpipe.snapshot import DamageError, Snapshot, SnapshotError, newest_good, read_snapshot
 from jpipe.train.options import FREE, FREE_IF_NAMED, TrainOptions
 
@@ -101,11 +104,26 @@ def identity(options: TrainOptions) -> dict[str, Any]:
     return fit
 
 
-def identity_within_a_step(options: TrainOptions) -> dict[str, Any]:
-    """What a run to go on with in the middle of a step must share beside; fit for JSON."""
-    names = ("mesh", "schedule", "chunks", "microbatches", "recompute", "verify_comm")
-    shared = {name: getattr(options, name) for name in names}
-    return {**shared, "every": options.snapshot_every_microbatches, "jax": jax.__version__}
+def identity_within_a_step(options: TrainOptions, schedule: Schedule) -> dict[str, Any]:
+    """What a run to go on with in the middle of a step must share beside; fit for JSON.
+
+    The table counts, not its name: a file of that name may have been edited since.
+    """
+    names = ("mesh", "recompute", "verify_comm")
+    return {
+        **{name: getattr(options, name) for name in names},
+        "table": _digest(schedule),
+        "every": options.snapshot_every_microbatches,
+        "versions": [jpipe.__version__, jax.__version__],
+    }
+
+
+def _digest(schedule: Schedule) -> str:
+    """What tells a table from every other."""
+    columns = schedule.op, schedule.microbatch, schedule.chunk, schedule.route
+    routes = [sorted(route) for route in schedule.routes]
+    whole = [schedule.hop, schedule.folded, routes, *(column.tolist() for column in columns)]
+    return hashlib.sha256(json.dumps(whole, default=int).encode()).hexdigest()
 
 
 def check_same(options: TrainOptions, before: dict[str, Any], where: str) -> None:

@@ -85,19 +85,22 @@ class RunSnapshots:
             )
         if left:
             self._say(
-                "the mesh is another one: what the compression of gradients had not said yet is "
-                "forgotten"
+                "the blocks lie on other devices: what the compression of gradients had not said "
+                "yet is forgotten"
             )
         return restored, within
 
     def _restore_within(self, snapshot: Snapshot, carry: Any | None) -> tuple[Any, int] | None:
         within = snapshot.manifest.extra["within"]
-        if carry is None or within["identity"] != identity_within_a_step(self._setup.options):
+        if carry is None or within["identity"] != self._identity_within_a_step():
             return None
         try:
             return snapshot.restore(carry, f"['{_CARRY}']")[0], within["next"]
         except MismatchError:
             return None
+
+    def _identity_within_a_step(self) -> dict[str, Any]:
+        return identity_within_a_step(self._setup.options, self._setup.schedule)
 
     def within_step(
         self, state: TrainState, carry: Any, following: int, microbatch: int, cursor: dict[str, int]
@@ -111,7 +114,7 @@ class RunSnapshots:
             microbatch: about so many are finished.
             cursor: where in the data the step began.
         """
-        identity = identity_within_a_step(self._setup.options)
+        identity = self._identity_within_a_step()
         extra = {"data": cursor, "within": {"next": following, "identity": identity}}
         self._save({_STATE: state, _CARRY: carry}, int(state.step), extra, microbatch)
 

@@ -8,20 +8,27 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from alone import printed
+from parity import models
+from parity.test_chunks import chunked, joined
 from snapshot.states import bits, trained
 
-from jpipe.optim import PerDevice
+from jpipe.mesh import make_mesh
+from jpipe.optim import PerDevice, compressed_all_reduce
+from jpipe.pipeline import param_specs
 from jpipe.snapshot import (
     DamageError,
     Manifest,
+    MismatchError,
     SnapshotError,
     SnapshotStore,
     newest_good,
     read_snapshot,
     snapshot_folders,
 )
+from jpipe.train_step import init_train_state
 
 STATE = {"a": jnp.arange(600.0).reshape(20, 30), "b": jnp.ones(7, jnp.bfloat16), "n": jnp.int32(3)}
 # Reads of Orbax that fail may leave others of theirs without the loop that they would report to.
@@ -238,8 +245,20 @@ def test_killed_while_the_same_step_takes_its_place(tmp_path):
     assert int(newest_good(tmp_path).arrays["['n']"]) == 3
     write(tmp_path, (1, 2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
-    write(tmp_path, (1, 2), keep_last=1)
-    assert newest_good(tmp_path).manifest.step == 2
+
+
+def test_what_is_out_of_the_way_stays_until_there_is_another(tmp_path):
+    """Killed before its removal, it may be the only good one."""
+    (only,) = write(tmp_path)
+    shutil.copytree(only, tmp_path / "step-00000001~")
+    (only / "manifest.json").write_text("{}")
+    store = SnapshotStore(tmp_path)
+    with pytest.warns(UserWarning, match="step-00000001 is damaged"):
+        assert newest_good(tmp_path).path.name == "step-00000001~"
+    store.save(STATE, 1, EXTRA)
+    store.close()
+    assert list(tmp_path.iterdir()) == [only]
+    assert newest_good(tmp_path).path == only
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
@@ -380,6 +399,34 @@ def test_what_each_device_has_of_its_own_is_left_on_another_mesh(tmp_path):
     np.testing.assert_array_equal(restored["x"], 1.0)
     np.testing.assert_array_equal(restored["e"].value, 2.0)
     assert len(left) == 1
+
+
+def test_what_each_device_has_of_its_own_is_left_where_blocks_move(tmp_path):
+    """With chunks a device has other blocks, though as many numbers."""
+    problem = models.mlp(4, 4, size=8, width=32)
+    there, here = (
+        init_train_state(lambda p=p: p.params, powersgd(make_mesh(2, 2), p.params), make_mesh(2, 2))
+        for p in (problem, chunked(problem, 2))
+    )
+    errors = [state.opt_state[0].memory.error.value for state in (there, here)]
+    assert errors[0].shape == errors[1].shape
+    write(tmp_path, state=there)
+    restored, left = newest_good(tmp_path).restore(here)
+    assert len(left) == len(jax.tree.leaves(here.opt_state[0].memory))
+    assert bits(joined(restored.params.body)) == bits(there.params.body)
+    _, left = newest_good(tmp_path).restore(there)
+    assert left == []
+
+    def shape(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+    with pytest.raises(MismatchError, match="give arrays for it, as a fresh state has them"):
+        newest_good(tmp_path).restore(jax.tree.map(shape, here))
+
+
+def powersgd(mesh, params):
+    reduce = compressed_all_reduce("powersgd", mesh, param_specs(mesh, params), rank=2)
+    return optax.chain(reduce, optax.sgd(0.1))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import pytest
 from train.test_train_run import SMALL, metrics, train
 
+from jpipe.schedule import make_schedule
+from jpipe.schedule.cells import schedule_to_cells, write_schedule
 from jpipe.snapshot import Snapshot, SnapshotError, SnapshotStore, leaves, snapshot_folders
 from jpipe.train.__main__ import main
 from jpipe.train.run_folder import RunFolder
@@ -346,6 +348,20 @@ def test_falls_back_to_the_start_of_the_step(cut, tmp_path, capsys, changed):
     assert "about 4 microbatches later" in out
     for row, expected in zip(metrics(folder), metrics(cut), strict=True):
         assert row["loss"] == pytest.approx(expected["loss"], rel=2e-6)
+
+
+def test_falls_back_if_the_table_was_edited(tmp_path, capsys):
+    """The file has the same name; its ticks are others."""
+    table, schedule = tmp_path / "table.csv", make_schedule("1f1b", 2, 6)
+    write_schedule(schedule, table)
+    arguments = [*WITHIN, *EVERY[:2], "--schedule", str(table)]
+    before = train(tmp_path, *arguments, name="before")
+    folder = left_with(before, tmp_path, "step-00000002+4")
+    edited = [["", "", *row] for row in schedule_to_cells(schedule)]
+    table.write_text("".join(",".join(row) + "\n" for row in edited))
+    train(tmp_path, *arguments)
+    assert "going on after step 2" in capsys.readouterr().out
+    assert_same_run(folder, before)
 
 
 def test_falls_back_if_it_is_to_be_taken_at_once(cut, tmp_path):
