@@ -6,8 +6,8 @@ python tools/snapshots.py verify runs/gpt-...     # read every byte; exit status
 python tools/snapshots.py diff SNAPSHOT SNAPSHOT  # where two differ, and by how much
 ```
 
-Snapshots within a step of equal runs may differ in slots of the stash that nothing is in: accelerators
-do not clear them.
+Snapshots within a step of equal runs may differ in slots of the stash that nothing is in:
+accelerators do not clear them.
 """
 
 import argparse

@@ -164,7 +164,8 @@ def test_tied_weights_are_one_after_fifty_steps():
     np.testing.assert_allclose(outputs[0], logits, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_stages", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_dropout_does_not_depend_on_the_cut(num_stages):
     model = Language(6, rate=0.5)
     alone = cut(model)

@@ -62,6 +62,7 @@ def trained(mesh, schedule="1f1b", steps=3, **settings):
     return losses, pipe.to_plain(state.params)
 
 
+@pytest.mark.slow
 def test_dropout_is_a_function_of_seed_step_layer_and_microbatch_alone():
     expected, params = trained(make_mesh(1))
     assert len(set(expected)) == 3
@@ -119,7 +120,8 @@ def test_frozen_parameters_have_no_gradients_and_no_optimizer_state():
     jax.tree.map(np.testing.assert_array_equal, state.model_state, before)
 
 
-@pytest.mark.parametrize("mesh", [pytest.param((2, 1), marks=pytest.mark.slow), (4, 1), (2, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(2, 1), (4, 1), (2, 2)])
 def test_tied_gpt_after_fifty_steps(mesh):
     config = GPTConfig(vocab_size=16, context=8, layers=4, width=16, heads=2, tied=True)
     pipe = pipeline_from_nnx(

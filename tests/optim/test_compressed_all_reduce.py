@@ -48,6 +48,7 @@ def test_one_replica_compresses_nothing(method):
     assert not jax.tree.leaves(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", SIZES[1:])
 @pytest.mark.parametrize("method", LOSSY)
 def test_nothing_is_lost_for_good(method, count):

@@ -62,6 +62,7 @@ def compressed(method):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", ["even", "uneven"])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains(problem, method):

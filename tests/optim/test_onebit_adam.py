@@ -23,6 +23,7 @@ def gradients(count, steps, size=300, seed=0):
     return np.random.default_rng(seed).normal(0.2, 1, (steps, count, size)).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", SIZES)
 def test_before_the_freeze_it_is_adam_to_the_bit(count):
     """Operation by operation: as one program, XLA would round either as it sees fit."""

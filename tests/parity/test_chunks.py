@@ -117,6 +117,7 @@ def test_a_folded_table_of_ones_own():
     assert_whole_agrees(models.mlp(4, 3), 2, 2, schedule=table)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", BOTH)
 @pytest.mark.parametrize("differ", [False, True])
 def test_state_and_random_numbers(differ, schedule):

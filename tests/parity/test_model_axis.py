@@ -51,8 +51,9 @@ def numbers(problem, mesh, schedule="1f1b"):
     return run(*place(problem, mesh, problem.stages.partition))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tied", [False, True])
 def test_annotated_gpt_equals_one_device(mesh, tied):
     problem = gpt(8, 3, tied)
     assert_same(numbers(problem, make_mesh(*mesh)), reference_numbers(problem))

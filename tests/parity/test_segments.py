@@ -49,6 +49,7 @@ def test_same_bits(schedule, num_microbatches, every):
     assert count >= max(1, num_microbatches // every)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", WAYS)
 def test_stages_that_differ(schedule):
     problem, mesh = models.uneven((8, 8, 16, 4, 3), 5), make_mesh(4)

@@ -58,6 +58,7 @@ def test_equals_one_device(schedule, num_stages, num_microbatches):
     assert int(actual[2].head["count"]) == num_microbatches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", WAYS)
 @pytest.mark.parametrize("num_stages", [1, 3, 4])
 def test_stages_that_differ(schedule, num_stages):
@@ -79,6 +80,7 @@ def test_recomputation_draws_the_same(recompute):
     assert_equals_one_device(actual, reference(4, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [None, 2])
 @pytest.mark.parametrize("mesh", [(2, 2), (2, 4), (1, 8)])
 def test_data_axis(mesh, stages):

@@ -64,6 +64,7 @@ def taken(state):
     return stored, arrays
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), list(itertools.permutations(LAYOUTS, 2)))
 def test_the_blocks_are_found_on_another_number_of_stages(before, after):
     model, state = gpt_state(*LAYOUTS[before], seed=1)

@@ -98,9 +98,8 @@ def wedge(pids, tmp_path):
     (tmp_path / "wedge").touch()
 
 
-@pytest.mark.parametrize(
-    "fault", [kill, *(pytest.param(f, marks=pytest.mark.slow) for f in (kill_first, stop, wedge))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [kill, kill_first, stop, wedge])
 def test_the_group_recovers(fault, whole, tmp_path):
     folder, site = tmp_path / "run", tmp_path / "site"
     site.mkdir()

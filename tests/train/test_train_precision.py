@@ -10,6 +10,7 @@ from jpipe.train.__main__ import main
 METHODS = ["none", "bf16", "fp16", "int8", "onebit", "powersgd"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_trains_as_float32_does(precision, alone, tmp_path, capsys):  # noqa: F811
     rows = metrics(train(tmp_path, "--mesh", "2", "--precision", precision))
@@ -21,6 +22,7 @@ def test_low_precision_trains_as_float32_does(precision, alone, tmp_path, capsys
     assert ("dynamic loss scale" in out) == (precision == "fp16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [

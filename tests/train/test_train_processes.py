@@ -82,6 +82,7 @@ def alone(tmp_path_factory):
     return numbers(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_processes", "mesh"),
     [

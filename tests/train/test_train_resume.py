@@ -52,6 +52,7 @@ def assert_same_run(folder, whole):
     assert summary["validation_loss"] == expected["validation_loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["params.msgpack", "loss.png", "sample.txt"])
 def test_is_finished_only_with_everything_written(whole, tmp_path, monkeypatch, name):
     write = RunFolder.write
@@ -215,6 +216,7 @@ def test_no_good_snapshot_is_an_error(whole, tmp_path, capsys):
     assert "none of the 1 snapshots" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -232,6 +234,7 @@ def test_on_another_mesh_and_with_other_microbatches(whole, tmp_path, arguments)
         assert row["loss"] == pytest.approx(expected["loss"], rel=2e-6)
 
 
+@pytest.mark.slow
 def test_with_compressed_gradients_in_low_precision(tmp_path, capsys):
     arguments = ["--mesh", "2x2", "--precision", "fp16", "--compression", "onebit-adam"]
     arguments += ["--freeze-step", "2", *EVERY]
@@ -243,7 +246,7 @@ def test_with_compressed_gradients_in_low_precision(tmp_path, capsys):
     arguments[1] = "4x2"
     capsys.readouterr()
     assert train(tmp_path, *arguments, name="again") == again
-    assert "the mesh is another one" in capsys.readouterr().out
+    assert "the blocks lie on other devices" in " ".join(capsys.readouterr().out.split())
 
 
 def test_from_another_folder(whole, tmp_path, capsys):

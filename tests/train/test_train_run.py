@@ -79,6 +79,7 @@ def test_first_loss_is_that_of_a_uniform_guess(alone):
     assert metrics(alone)[0]["loss"] == pytest.approx(math.log(256), abs=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
