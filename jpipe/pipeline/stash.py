@@ -3,6 +3,7 @@
 Every stage runs the same program, so all have as many slots as the stage that needs most.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -20,13 +21,22 @@ def empty(num_slots: int, contents: Tree) -> Tree:
 
     Returns:
         The same pytree with a leading dim of `num_slots`. Nothing comes of a slot before it is
-        written, so GPUs and TPUs do not fill them; CPUs fill them with zeros.
+        written, so GPUs do not fill them; CPUs and TPUs fill them with zeros.
     """
-    # Where XLA divides arrays over devices, it gives each the whole of one that nothing fills.
+    # Where XLA divides arrays over devices, it gives each the whole of one that nothing fills. On
+    # TPUs such arrays take more memory: its space is not shared with what comes before.
     mesh = jax.sharding.get_abstract_mesh()
     divided = any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)
-    make = jnp.zeros if divided else jax.lax.empty
-    return jax.tree.map(lambda a: make((num_slots, *a.shape), a.dtype), contents)
+
+    def make(a: Any) -> jax.Array:
+        shape = (num_slots, *a.shape)
+        zeros, nothing = (functools.partial(f, shape, a.dtype) for f in (jnp.zeros, jax.lax.empty))
+        if divided:
+            return zeros()
+        made: jax.Array = jax.lax.platform_dependent(default=nothing, tpu=zeros)
+        return made
+
+    return jax.tree.map(make, contents)
 
 
 def write(buffers: Tree, slot: jax.Array | int, contents: Tree) -> Tree:
